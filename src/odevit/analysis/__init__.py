@@ -1,0 +1,1 @@
+"""Vision Transformers as ordinary differential equations."""
