@@ -163,12 +163,11 @@ class Grid:
 
     def times(self) -> list[float]:
         """The num_steps + 1 times of the states, from 0 to the horizon."""
-        times, length, done = [0.0], self.horizon / self.phases, 0
+        times, length = [0.0], self.horizon / self.phases
         for phase in range(self.phases):
             count = self.num_steps // self.phases + (phase < self.num_steps % self.phases)
             times += [phase * length + length * (i + 1) / count for i in range(count)]
-            done += count
-        return times[:-1] + [float(self.horizon)]
+        return [*times[:-1], float(self.horizon)]
 
 
 def solve(
