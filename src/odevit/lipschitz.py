@@ -6,6 +6,7 @@ Shapes: b batch, n tokens, d width, h heads, e = d / h head width.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +26,6 @@ def spectral_init_(weight: Tensor) -> Tensor:
     """
     nn.init.xavier_normal_(weight)
     return weight.div_(torch.linalg.matrix_norm(weight.flatten(1), ord=2))
-
-
-def spectral_init_module_(module: nn.Linear | nn.Conv2d) -> None:
-    """`spectral_init_` on the layer's own weight (the one beneath a spectral cap, if any); the bias becomes zero."""
-    capped = parametrize.is_parametrized(module, "weight")
-    spectral_init_(module.parametrizations.weight.original if capped else module.weight)  # type: ignore[union-attr, arg-type]
-    if module.bias is not None:
-        nn.init.zeros_(module.bias)
 
 
 # --- spectral norms, measured, bounded and held -----------------------------------------------------------------------
@@ -90,7 +83,8 @@ def gram_norm(weight: Tensor, iterations: int = 7) -> Tensor:
     Gram iteration (Delattre et al., ICML 2023): with G₀ = W and G_k = G_{k-1}ᵀ G_{k-1}, ‖W‖₂ ≤ ‖G_k‖_F^(1/2^k). This is
     the Schatten norm of exponent 2^(k+1): at most rank^(1/2^(k+1)) too large, 2.6 % for k = 7 and rank 768.
     """
-    with torch.autocast(weight.device.type, enabled=False):
+    kind = weight.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():  # not on meta
         gram = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
         gram = gram if gram.shape[0] >= gram.shape[1] else gram.mT  # the smaller of the two Gram matrices
         tiny = torch.finfo(gram.dtype).tiny
@@ -221,10 +215,10 @@ def _softmax_bound(attention: Attention, x: Tensor) -> Tensor:
 
 
 def _inverse_of_x_exp(y: float) -> float:
-    """φ⁻¹(y) for φ(x) = x exp(x + 1), y ≥ 0, by Newton's method on log x + x + 1 = log y (concave: it converges)."""
+    """φ⁻¹(y) for φ(x) = x exp(x + 1), y ≥ 0, by Newton's method on log x + x + 1 = log y."""
     if y == 0:
         return 0.0
-    x = min(1.0, y / math.e**2)  # φ(1) = e²; starts at or below the root for y ≤ e²
+    x = min(1.0, y / math.e**2)  # φ(1) = e²: at or below the root, from where it rises monotonically
     for _ in range(50):
         x = x * (math.log(y) - math.log(x)) / (1 + x)  # x - f/f' with f = log x + x + 1 - log y, f' = 1/x + 1
     return x
