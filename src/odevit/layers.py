@@ -176,11 +176,16 @@ class ConvTokenizer(nn.Module):
 TOKENIZERS: dict[str, Callable[[int, int, int], nn.Module]] = {"patch": PatchTokenizer, "conv": ConvTokenizer}
 
 
-def interpolate_positions(positions: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """Resize position embeddings (1, 1 + rows·cols, d), CLS first, to another grid (bicubic, as in DeiT and DINO)."""
+def interpolate_positions(
+    positions: Tensor, grid: tuple[int, int], new_grid: tuple[int, int], *, antialias: bool = False
+) -> Tensor:
+    """Resize position embeddings (1, 1 + rows·cols, d), CLS first, to another grid (bicubic, as in DeiT and DINO).
+
+    `antialias` as in timm and in DINOv2 with registers.
+    """
     if grid == new_grid:
         return positions
     cls, patches = positions[:, :1], positions[:, 1:]
     image = patches.unflatten(1, grid).permute(0, 3, 1, 2)  # (1, d, rows, cols)
-    image = F.interpolate(image, size=new_grid, mode="bicubic", align_corners=False, antialias=False)
+    image = F.interpolate(image, size=new_grid, mode="bicubic", align_corners=False, antialias=antialias)
     return torch.cat([cls, image.flatten(2).mT], dim=1)
