@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # files of this package that register analyses, in the order of the report; append yours on its own line
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = ("contraction",)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Study:
     seed: int = 0
     sampling: str = ""  # how the images were chosen, in words for the reader of the report
     progress: Callable[[str, int, int], None] = field(default=_silent)  # called with (what, done, total)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # analysis -> keyword arguments of its functions
 
     def batches(self, what: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Images (b, c, H, W) and labels (b,) in order; tells `progress` after every batch."""
