@@ -58,7 +58,7 @@ def write_report(
         key_numbers=_definitions(numbers, "numbers"),
         contents=_contents(findings),
         sections="\n".join(_sections(findings, values, command)),
-        command=escape(command),
+        command=_code(command),
         meta=_definitions(meta, "meta"),
     )
     folder = Path(folder)
@@ -110,13 +110,16 @@ def _single(value: Any) -> bool:
     return value is not None and not isinstance(value, list | dict)
 
 
-def _group(finding: Finding) -> str:
-    return finding.name.partition("/")[0]
+def _by_analysis(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.name.partition("/")[0], []).append(finding)
+    return groups
 
 
 def _default_key_numbers(findings: Sequence[Finding], values: Mapping[str, Any]) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
-    for _, group in groupby(findings, _group):
+    for group in _by_analysis(findings).values():
         first = next((finding for finding in group if isinstance(values[finding.name], int | float)), None)
         if first is not None and len(numbers) < MOST_KEY_NUMBERS:
             numbers[first.title] = values[first.name]
@@ -150,7 +153,9 @@ def _definitions(items: Mapping[str, Any], kind: str) -> str:
         pair = f"<dt>{escape(str(key))}</dt><dd>{escape(readable(value))}</dd>"
         return f"<div>{pair}</div>" if kind == "numbers" else pair
 
-    return f'<dl class="{kind}">{"".join(row(*item) for item in items.items())}</dl>' if items else ""
+    columns = next((columns for columns in (3, 4) if len(items) % columns == 0), 3)  # no row left with one number
+    rows = "".join(row(*item) for item in items.items())
+    return f'<dl class="{kind}" style="--columns:{columns}">{rows}</dl>' if items else ""
 
 
 def _heading(name: str) -> str:
@@ -158,7 +163,7 @@ def _heading(name: str) -> str:
 
 
 def _contents(findings: Sequence[Finding]) -> str:
-    names = [name for name, _ in groupby(findings, _group)]
+    names = list(_by_analysis(findings))
     links = " ".join(f'<a href="#{_anchor(name)}">{_heading(name)}</a>' for name in names)
     return f'<nav aria-label="Contents">{links}</nav>' if len(names) > 1 else ""
 
@@ -168,7 +173,7 @@ def _anchor(name: str) -> str:
 
 
 def _sections(findings: Sequence[Finding], values: Mapping[str, Any], command: str) -> Iterable[str]:
-    for name, group in groupby(findings, _group):
+    for name, group in _by_analysis(findings).items():
         summary = f'<p class="question">{escape(ANALYSES[name].summary)}</p>' if name in ANALYSES else ""
         parts = []
         for is_fact, members in groupby(group, lambda finding: finding.figure is None):
@@ -187,34 +192,43 @@ def _command_for(command: str, analysis: str) -> str:
     return re.sub(r"\s+--only[= ]\S+", "", command) + f" --only {analysis}"
 
 
+def _code(command: str) -> str:
+    """A command whose options are not broken at their hyphens at the end of a line."""
+    return re.sub(r"(?<!\S)(--?[\w-]+)", r"<span>\1</span>", escape(command))
+
+
 def _fact(finding: Finding, value: Any) -> str:
     shown = f"<dd>{escape(readable(value))}</dd>" if _single(value) else ""
-    table = "" if _single(value) or value is None else f'<dd class="reading">{_table(value, finding.name)}</dd>'
-    reading = f'<dd class="reading">{escape(finding.text)}</dd>'
-    return f"<div><dt>{escape(finding.title)}</dt>{shown}{reading}{table}</div>"
+    table = "" if _single(value) or value is None else _table(value) or f"<p>{_elsewhere(finding)}</p>"
+    reading = f'<dd class="reading">{escape(finding.text)}{table}</dd>'
+    return f"<div><dt>{escape(finding.title)}</dt>{shown}{reading}</div>"
+
+
+def _elsewhere(finding: Finding) -> str:
+    return f"The numbers are in report.json under <code>{escape(finding.name)}</code>."
 
 
 def _figure(finding: Finding, value: Any, command: str) -> str:
     figure, title = finding.figure, escape(finding.title)
     assert figure is not None
     body = figure.html if isinstance(figure, HtmlFigure) else svg(figure, finding.title, _anchor(finding.name))
-    numbers = "" if value is None else f"<details><summary>Numbers</summary>{_table(value, finding.name)}</details>"
+    shown = f"<span>{escape(readable(value))}</span>" if _single(value) else ""
+    table = "" if value is None or shown else _table(value)
+    numbers = f"<details><summary>Numbers</summary>{table}</details>" if table else ""
     return (
-        f'<h3>{title}</h3><figure><div class="frame">{body}</div><figcaption><p>{escape(finding.text)}</p>'
-        f'<p class="made"><code>{escape(command)}</code></p></figcaption>{numbers}</figure>'
+        f'<h3>{title}{shown}</h3><figure><div class="frame">{body}</div><figcaption><p>{escape(finding.text)}</p>'
+        f'<p class="made"><code>{_code(command)}</code></p></figcaption>{numbers}</figure>'
     )
 
 
-def _table(value: Any, name: str) -> str:
-    """A dict of single values, or several records with the same keys, as a table; anything else is in report.json."""
-    if _single(value):
-        return f"<p>{escape(readable(value))}</p>"
+def _table(value: Any) -> str:
+    """A dict of single values, or several records with the same keys, as a table; empty for anything else."""
     rows = list(value.items()) if isinstance(value, dict) else [(str(i), item) for i, item in enumerate(value)]
     records = bool(rows) and all(isinstance(item, dict) for _, item in rows)
-    columns = list(rows[0][1]) if records else [""]
+    columns = list(dict.fromkeys(key for _, item in rows for key in item)) if records else [""]
     cells = [[item.get(column) if records else item for column in columns] for _, item in rows]
     if not rows or len(rows) > MOST_TABLE_ROWS or any(isinstance(cell, list | dict) for row in cells for cell in row):
-        return f"<p>In report.json under <code>{escape(name)}</code>.</p>"
+        return ""
     head = "".join(f"<th>{escape(column)}</th>" for column in ["", *columns])
     body = "".join(
         f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(readable(cell))}</td>' for cell in row)}</tr>"

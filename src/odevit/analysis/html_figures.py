@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MANY_POINTS = 1500  # an artist with more is drawn as pixels: as SVG it would take about 100 bytes a point
 LARGE_PIXELS = 40_000  # base64 characters from which an embedded picture is worth packing as WebP
-SCREEN_PIXELS_PER_POINT = 1.5  # 9 pt text becomes 13.5 px in a wide window
+SCREEN_PIXELS_PER_POINT = 1.6  # 9 pt text becomes 14.4 px in a wide window
 LEAST_PIXELS_PER_POINT = 0.8  # below this the text could not be read: the figure scrolls instead
 
 
@@ -101,7 +101,7 @@ def paths3d(
         raise ValueError("paths3d needs at least one path, got none")
     content = json.dumps({"paths": data, "axes": list(axes)}, separators=(",", ":")).replace("<", "\\u003c")
     return HtmlFigure(
-        f'<div class="paths3d"><canvas style="height:{height}px" tabindex="0" role="img" '
+        f'<div class="paths3d"><canvas style="height:min({height}px,90vw)" tabindex="0" role="img" '
         'aria-label="Paths in three dimensions; turn with the arrow keys"></canvas>'
         '<div class="legend"></div><p class="hint">Drag to turn. Press a name to hide or show it. '
         "A ring marks the start of a path, a dot its end.</p>"

@@ -57,7 +57,6 @@ def _settings() -> Any:
         "axes.grid.axis": "y",
         "axes.axisbelow": True,
         "axes.unicode_minus": True,
-        "axes.formatter.use_mathtext": True,
         "grid.color": RULE,
         "grid.linewidth": 0.7,
         "xtick.color": MUTED,
@@ -88,11 +87,12 @@ def figure_style() -> Iterator[None]:
 
 
 def subplots(
-    rows: int = 1, columns: int = 1, *, width: float = 5.6, height: float = 3.3, **kwargs: Any
+    rows: int = 1, columns: int = 1, *, width: float = 5.0, height: float = 3.1, **kwargs: Any
 ) -> tuple["Figure", Any]:
     """A figure of `width` × `height` inches and its axes, as `plt.subplots` but without pyplot's global state.
 
-    5.6 inches fill the report's column; wider figures scroll sideways inside their frame on a phone.
+    Up to 6 inches fit a phone; wider figures scroll sideways inside their frame there, so put the message on the left.
+    Prefer "λ₁" to "$\\lambda_1$": text is set in the reader's own font, which fits mathtext's spacing less well.
     """
     from matplotlib.figure import Figure
 

@@ -95,10 +95,11 @@ for (const root of document.querySelectorAll(".paths3d")) {
   }
 
   for (const label of new Set(paths.map((path) => path.label))) {
-    const path = paths.find((p) => p.label === label);
+    const members = paths.filter((path) => path.label === label);
+    const color = members.every((path) => path.color === members[0].color) ? `--c${members[0].color}` : "--muted";
     const button = document.createElement("button");
     const swatch = document.createElement("span");
-    swatch.style.borderTop = `2px ${path.dashed ? "dashed" : "solid"} var(--c${path.color})`;
+    swatch.style.borderTop = `2px ${members[0].dashed ? "dashed" : "solid"} var(${color})`;
     button.append(swatch, label);
     button.setAttribute("aria-pressed", "true");
     button.addEventListener("click", () => {
