@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # files of this package that register analyses, in the order of the report; append yours on its own line
-MODULES: tuple[str, ...] = ("contraction",)
+MODULES: tuple[str, ...] = (
+    "lyapunov",
+    "contraction",
+)
 
 
 @dataclass(frozen=True)
