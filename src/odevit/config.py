@@ -24,6 +24,7 @@ class OdeViTConfig(PreTrainedConfig):
     num_steps, solver: K and the scheme; both can be changed at any call without retraining.
     num_fields: 1 is the paper (autonomous); k gives each k-th of [0, T] its own parameters.
     norm: "center" (Lipschitz) or "layer"; attention: "softmax", "l2" (Lipschitz, tied) or "sinkhorn".
+    layer_norm_eps: of every LayerNorm, where there is one.
     bias: biases in the attention and MLP matrices (the paper has none; a ViT's blocks have).
     final_norm: norm before the classifier: "none" (the paper from scratch), "layer" (as behind a teacher) or "center".
     dropout, drop_path: rates, active in training only.
@@ -50,6 +51,7 @@ class OdeViTConfig(PreTrainedConfig):
     num_fields: int = 1
     norm: str = "center"
     attention: str = "softmax"
+    layer_norm_eps: float = 1e-6
     bias: bool = False
     final_norm: str = "layer"
     dropout: float | int = 0.0

@@ -35,6 +35,7 @@ class VectorField(nn.Module):
         hidden: int,
         scale: float = 1.0,
         norm: str = "center",
+        norm_eps: float = 1e-6,
         attention: str = "softmax",
         bias: bool = False,
         dropout: float = 0.0,
@@ -42,8 +43,8 @@ class VectorField(nn.Module):
     ):
         super().__init__()
         self.scale = scale
-        self.norm_f = NORMS[norm](width)
-        self.norm_g = NORMS[norm](width)
+        self.norm_f = NORMS[norm](width, norm_eps)
+        self.norm_g = NORMS[norm](width, norm_eps)
         self.mlp = Mlp(width, hidden, bias=bias, dropout=dropout)
         self.attention = ATTENTIONS[attention](width, heads, bias=bias, dropout=dropout)
         self.drop_path = DropPath(drop_path)

@@ -30,10 +30,10 @@ class CenterNorm(nn.Module):
         return torch.addcmul(self.bias, centered, self.weight * self.gain)
 
 
-NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "center": CenterNorm,
-    "layer": lambda width: nn.LayerNorm(width, eps=1e-6),
-    "none": lambda width: nn.Identity(),
+NORMS: dict[str, Callable[[int, float], nn.Module]] = {
+    "center": lambda width, eps: CenterNorm(width),
+    "layer": lambda width, eps: nn.LayerNorm(width, eps=eps),
+    "none": lambda width, eps: nn.Identity(),
 }
 
 

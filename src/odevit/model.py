@@ -143,6 +143,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
                 hidden=config.mlp_hidden,
                 scale=config.depth / config.horizon,
                 norm=config.norm,
+                norm_eps=config.layer_norm_eps,
                 attention=config.attention,
                 bias=config.bias,
                 dropout=config.dropout,
@@ -244,9 +245,16 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
     def __init__(self, config: OdeViTConfig):
         super().__init__(config)
         self.odevit = OdeViTModel(config)
-        self.norm = NORMS[config.final_norm](config.hidden_size)
+        self.norm = NORMS[config.final_norm](config.hidden_size, config.layer_norm_eps)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
+
+    @classmethod
+    def from_teacher(cls, teacher: Any, **overrides: Any) -> "OdeViTForImageClassification":
+        """A student of a trained ViT (a model, a folder or a hub name): see `odevit.student.student_of`."""
+        from odevit.student import student_of
+
+        return student_of(teacher, **overrides)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
