@@ -18,7 +18,7 @@ for (const root of document.querySelectorAll(".paths3d")) {
     const across = x * Math.cos(yaw) - y * Math.sin(yaw);
     const away = x * Math.sin(yaw) + y * Math.cos(yaw);
     const up = z * Math.cos(pitch) + away * Math.sin(pitch);
-    const scale = Math.min(canvas.clientWidth * 0.5, canvas.clientHeight * 0.62);
+    const scale = Math.min(canvas.clientWidth * 0.48, canvas.clientHeight * 0.6);
     return {
       x: canvas.clientWidth / 2 + across * scale,
       y: canvas.clientHeight / 2 - up * scale,
@@ -26,13 +26,15 @@ for (const root of document.querySelectorAll(".paths3d")) {
     };
   }
 
-  function drawBox(theme) {  // the edges of the bounding box; three of them carry the names of the axes
+  function drawBox(theme) {  // the edges of the bounding box; each axis is named at its outermost, lowest edge
     context.strokeStyle = theme("--rule");
     context.fillStyle = theme("--muted");
     context.font = `12px ${theme("--sans")}`;
     context.textAlign = "center";
     context.lineWidth = 1;
+    const middle = { x: canvas.clientWidth / 2, y: canvas.clientHeight / 2 };
     for (let k = 0; k < 3; k++) {
+      let outermost = { reach: -1 };
       for (const corner of [0, 1, 2, 3]) {
         const from = [...low];
         [1, 2].forEach((step, bit) => { if (corner & (1 << bit)) from[(k + step) % 3] = high[(k + step) % 3]; });
@@ -43,8 +45,12 @@ for (const root of document.querySelectorAll(".paths3d")) {
         context.moveTo(a.x, a.y);
         context.lineTo(b.x, b.y);
         context.stroke();
-        if (corner === 0) context.fillText(axes[k], (a.x + b.x) / 2, (a.y + b.y) / 2 + 14);
+        const [x, y] = [(a.x + b.x) / 2 - middle.x, (a.y + b.y) / 2 - middle.y];
+        const reach = Math.hypot(x, y) + 0.1 * y;
+        if (reach > outermost.reach) outermost = { x, y, reach };
       }
+      const outwards = 1 + 20 / (Math.hypot(outermost.x, outermost.y) || 1);
+      context.fillText(axes[k], middle.x + outermost.x * outwards, middle.y + outermost.y * outwards + 4);
     }
   }
 
@@ -72,7 +78,6 @@ for (const root of document.querySelectorAll(".paths3d")) {
     canvas.height = canvas.clientHeight * density;
     context.scale(density, density);
     drawBox(theme);
-    context.lineCap = "round";
     for (const { path, a, b, run, ring, dot, depth } of shapes()) {
       context.globalAlpha = 0.75 - 0.25 * depth;  // what is far away is fainter
       context.strokeStyle = context.fillStyle = theme(`--c${path.color}`);
