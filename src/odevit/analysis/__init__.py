@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 MODULES: tuple[str, ...] = (
     "lyapunov",
     "contraction",
+    "robustness",
 )
 
 
@@ -58,7 +60,7 @@ class Study:
     seed: int = 0
     sampling: str = ""  # how the images were chosen, in words for the reader of the report
     progress: Callable[[str, int, int], None] = field(default=_silent)  # called with (what, done, total)
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # analysis -> keyword arguments of its functions
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # analysis -> its settings, see `settings`
 
     def batches(self, what: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Images (b, c, H, W) and labels (b,) in order; tells `progress` after every batch."""
@@ -67,6 +69,20 @@ class Study:
             stop = min(start + self.batch_size, total)
             yield self.images[start:stop], self.labels[start:stop]
             self.progress(what, stop, total)
+
+    def settings(self, analysis: str, **defaults: Any) -> dict[str, Any]:
+        """The analysis' own settings: its defaults, replaced by what `options` says."""
+        given = self.options.get(analysis, {})
+        if unknown := [name for name in given if name not in defaults]:
+            raise ValueError(
+                f"unknown option {', '.join(map(repr, unknown))} of {analysis}; valid names: {', '.join(defaults)}"
+            )
+        return {**defaults, **given}
+
+    def spread(self, most: int) -> Tensor:
+        """Indices of at most `most` images, evenly spread over the study."""
+        count = min(most, len(self.images))
+        return torch.linspace(0, len(self.images) - 1, count).round().long()
 
 
 Run = Callable[[Study], Iterator[Finding]]
