@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from odevit.field import VectorField
-from odevit.jacobian import curvature, error_bound, jacobian_norm, log_norm, tangents
+from odevit.jacobian import curvature, error_bound, jacobian_norm, linearise, log_norm, tangents
 from odevit.layers import ATTENTIONS
 from odevit.lipschitz import field_bound
 from odevit.solvers import solve
@@ -28,6 +28,24 @@ def dense_log_norm(jacobian: Tensor) -> Tensor:
 
 def linear(matrix: Tensor):
     return lambda x: (x.flatten(1) @ matrix.T).view_as(x)
+
+
+@pytest.mark.parametrize("kind", list(ATTENTIONS))
+def test_linearise_agrees_with_forward_and_reverse_mode(kind):
+    torch.manual_seed(0)
+    field = VectorField(8, 2, hidden=16, attention=kind).double()
+    x, v = torch.randn(2, 2, 5, 8, dtype=torch.float64)
+    with torch.no_grad():
+        y, push, pull = linearise(field, x)
+        with tangents():
+            expected, image = torch.func.jvp(field, (x,), (v,))
+            pulled = torch.func.vjp(field, x)[1](v)[0]
+    for _ in range(2):  # any number of products
+        torch.testing.assert_close(push(v), image)
+        torch.testing.assert_close(pull(v), pulled)
+    torch.testing.assert_close(y, expected)
+    assert not any(result.requires_grad for result in (y, push(v), pull(v)))
+    assert all(parameter.grad is None for parameter in field.parameters())
 
 
 def test_linear_fields_are_exact():

@@ -287,10 +287,9 @@ def test_gelu_slope_is_the_largest_derivative_of_gelu():
     assert abs(GELU_SLOPE - 1.129) < 2e-4
 
 
-@pytest.mark.parametrize("kind", [Attention, L2Attention])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kind", "bias"), [(Attention, False), (Attention, True), (L2Attention, False)])
 def test_attention_bound_is_never_below_the_jacobian_norm(kind, bias):
-    """240 cases each: 960 in all, from almost uniform to almost one-hot attention, with and without a common offset."""
+    """240 cases each: 720 in all, from almost uniform to almost one-hot attention, with and without a common offset."""
     generator = torch.Generator().manual_seed(2 * bias)
     ratios = []
     for case in range(240):
@@ -303,6 +302,16 @@ def test_attention_bound_is_never_below_the_jacobian_norm(kind, bias):
     assert min(ratios) >= 1 - 1e-9
     if kind is Attention:
         assert sorted(ratios)[120] < 6  # it means something: the median is a few times too large, no more
+
+
+def test_l2_bound_is_quadratic_in_the_query_weight():
+    """One token: the map is X WqᵀWq Wvᵀ Wo/√e, so ‖Wq‖ to the first power would be too small."""
+    attention, x = randomise_(L2Attention(4, 1), torch.Generator().manual_seed(0)), torch.randn(1, 1, 4).double()
+    wq, wv, wo = (norm2(layer.weight) for layer in (attention.query, attention.value, attention.out))
+    assert attention_bound(attention, x)[0] == pytest.approx(float(wq**2 * wv * wo / 2))
+    for weight in (attention.query.weight, attention.value.weight, attention.out.weight):
+        weight.copy_(3 * torch.eye(4))
+    assert dense_norm(lambda z: attention.attend(z)[0], x) == pytest.approx(3**4 / 2)  # attained, above 3³/2
 
 
 def test_attention_bound_agrees_with_the_formula_of_the_method():
