@@ -125,7 +125,8 @@ def hold_out(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor
         members = (labels == label).nonzero()[:, 0]
         seen += len(members)
         # rounding the running total spreads what rounding each class would lose
-        count = min(math.floor(seen * fraction + 0.5) - taken, len(members) - 1)
+        share = math.ceil(len(members) * fraction)
+        count = min(math.floor(seen * fraction + 0.5) - taken, share, len(members) - 1)
         taken += count
         held.append(members[torch.randperm(len(members), generator=generator)[:count]])
     val = torch.cat(held).sort().values

@@ -58,7 +58,8 @@ class Table:
     def decode_cell(self, index: int, cell: dict[str, Any], channels: int, size: int | None) -> np.ndarray:
         image = self._open_cell(index, cell)
         try:
-            image = image.convert("L" if channels == 1 else "RGB")
+            mode = "L" if channels == 1 else "RGB"
+            image = image if image.mode == mode else image.convert(mode)
             if size is not None:
                 image = _resize_and_cut(image, size)
             pixels = np.array(image, dtype=np.uint8)
