@@ -62,7 +62,7 @@ def address(tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser():
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS.split())
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS.split(), timeout=120_000)
         yield browser
         browser.close()
 
@@ -77,6 +77,7 @@ def visit(browser, address):
         page.on("console", lambda message: message.type == "error" and troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("request", lambda r: r.url.startswith(("file:", "data:")) or troubles.append(f"request to {r.url}"))
+        page.set_default_timeout(120_000)  # a busy machine is slow, not wrong
         page.goto(address)
         pages.append(page)
         return page
