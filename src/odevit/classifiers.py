@@ -1,0 +1,115 @@
+"""A recipe's `model:` → a Hugging Face image classifier made for the data, and the way it is saved."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odevit.config import OdeViTConfig, own_fields
+from odevit.data import Data, DataConfig
+from odevit.model import OdeViTForImageClassification
+
+
+def build_classifier(spec: Mapping[str, Any], data: Data, config: DataConfig) -> Any:
+    """One of {preset, …}, {…OdeViTConfig fields}, {pretrained, image_size} or {type: vit, …ViTConfig fields}.
+
+    Image size, channels and number of classes come from the data where the spec leaves them open.
+    """
+    fields = dict(spec)
+    native = int(data.train.fetch(torch.tensor([0]))[0].shape[-1])
+    wanted_size = fields.pop("image_size", None) or config.image_size
+    kind = fields.pop("type", "odevit")
+    if kind not in ("odevit", "vit"):
+        raise ValueError(f"model.type must be 'odevit' or 'vit', got {kind!r}")
+    if "pretrained" in fields:
+        model = _load_pretrained(fields, wanted_size, data)
+    elif kind == "vit":
+        model = _build_vit({**fields, "image_size": wanted_size or native}, data)
+    else:
+        fields = {"num_channels": data.channels, "num_labels": len(data.class_names), **fields}
+        if wanted_size or "preset" not in fields:
+            fields["image_size"] = wanted_size or native
+        model = _build_odevit(fields)
+    if config.mean and config.std:
+        model.config.image_mean, model.config.image_std = list(config.mean), list(config.std)
+    return adapt_to_data(model, data)
+
+
+def adapt_to_data(model: Any, data: Data) -> Any:
+    """Write what belongs to the data into the model's config: class names, and mean and std unless it has its own."""
+    config = model.config
+    if config.num_labels != len(data.class_names):
+        raise ValueError(
+            f"the model answers with {config.num_labels} classes but the data has {len(data.class_names)}; "
+            "leave model.num_labels out, or set it to the number of classes"
+        )
+    if getattr(config, "num_channels", data.channels) != data.channels:
+        raise ValueError(f"the model takes {config.num_channels} channels but the images have {data.channels}")
+    config.id2label = dict(enumerate(data.class_names))
+    config.label2id = {name: i for i, name in enumerate(data.class_names)}
+    if not getattr(config, "image_mean", None) or not getattr(config, "image_std", None):
+        config.image_mean, config.image_std = list(data.mean), list(data.std)
+    return model
+
+
+def save_classifier(model: Any, folder: Path) -> None:
+    """`save_pretrained`, with the image processor beside the weights, so that `pipeline` can load the folder."""
+    model.save_pretrained(folder)
+    if not isinstance(model, OdeViTForImageClassification):
+        from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+        size = model.config.image_size
+        ViTImageProcessorPil(
+            size={"height": size, "width": size},
+            resample=3,  # bicubic
+            image_mean=model.config.image_mean,
+            image_std=model.config.image_std,
+        ).save_pretrained(folder)
+
+
+def _build_odevit(fields: dict[str, Any]) -> OdeViTForImageClassification:
+    if "preset" in fields:
+        return OdeViTForImageClassification.from_preset(fields.pop("preset"), **fields)
+    unknown = [name for name in fields if name not in own_fields()]
+    if unknown:
+        valid = ["preset", "pretrained", "type", *own_fields()]
+        raise ValueError(f"unknown key {', '.join('model.' + n for n in unknown)}; valid keys: {', '.join(valid)}")
+    return OdeViTForImageClassification(OdeViTConfig(**fields))
+
+
+def _build_vit(fields: dict[str, Any], data: Data) -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    unknown = [name for name in fields if name not in (valid := list(ViTConfig().to_dict()))]
+    if unknown:
+        raise ValueError(f"unknown key {', '.join('model.' + n for n in unknown)}; valid keys: {', '.join(valid)}")
+    fields = {"num_channels": data.channels, "num_labels": len(data.class_names), **fields}
+    return ViTForImageClassification(ViTConfig(**fields))
+
+
+def _load_pretrained(fields: dict[str, Any], image_size: int | None, data: Data) -> Any:
+    from transformers import AutoModelForImageClassification
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    name = fields.pop("pretrained")
+    if fields:
+        raise ValueError(f"beside model.pretrained only image_size may be given, got {', '.join(fields)}")
+    labels = len(data.class_names)
+    model = AutoModelForImageClassification.from_pretrained(name)
+    if isinstance(model, OdeViTForImageClassification):
+        if model.config.num_labels != labels:
+            model = type(model).from_pretrained(name, num_labels=labels, ignore_mismatched_sizes=True)
+        model.resize_images(image_size or model.config.image_size)
+        return model
+    from odevit.teachers import resize_classifier
+
+    model = resize_classifier(
+        model, image_size or model.config.image_size, None if model.config.num_labels == labels else labels
+    )
+    try:
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(name)
+    except OSError:  # saved without a processor: the data's own mean and std are used
+        return model
+    model.config.image_mean, model.config.image_std = processor.get("image_mean"), processor.get("image_std")
+    return model

@@ -1,0 +1,127 @@
+"""Optimisers over the right parameters, the learning-rate schedule, and averaged weights."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from odevit.recipe import OptimConfig
+
+
+def learning_rate_factor(progress: float, warmup: float) -> float:
+    """Linear from 0 to 1 over the first `warmup` of the run, then half a cosine to 0. A pure function of progress."""
+    if progress < warmup:
+        return progress / warmup
+    remaining = min(1.0, (progress - warmup) / (1 - warmup))
+    return (1 + math.cos(math.pi * remaining)) / 2
+
+
+def scheduled_steps(schedule: Sequence[tuple[float, int]], progress: float) -> int | None:
+    """Solver steps K at this progress: the last entry that has begun. None (the model's own K) without a schedule."""
+    begun = [steps for begin, steps in schedule if begin <= progress]
+    return begun[-1] if begun else None
+
+
+def split_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """Trainable parameters by name in three groups, each parameter in exactly one:
+
+    hidden: matrices inside a ModuleList (the fields of an ODE-ViT, the blocks of a ViT): what Muon is made for;
+    decayed: other matrices and convolutions;
+    plain: vectors, tokens and positions, which are not decayed.
+    """
+    blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    groups: dict[str, dict[str, nn.Parameter]] = {"hidden": {}, "decayed": {}, "plain": {}}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or parameter.numel() == 0:
+            continue
+        is_weight = parameter.ndim in (2, 4) and not any(word in name for word in ("token", "position"))
+        if is_weight and parameter.ndim == 2 and name.startswith(blocks or ("\0",)):
+            groups["hidden"][name] = parameter
+        else:
+            groups["decayed" if is_weight else "plain"][name] = parameter
+    return groups
+
+
+def build_optimizers(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
+    """AdamW for everything, or Muon for the hidden matrices and AdamW for the rest. Groups remember their `base_lr`."""
+    groups = {name: list(parameters.values()) for name, parameters in split_parameters(model).items()}
+    if not any(groups.values()):
+        raise ValueError("the model has no trainable parameter: unfreeze some of it (requires_grad_(True))")
+    optimizers: list[Optimizer] = []
+    decayed = groups["decayed"] + (groups["hidden"] if config.name == "adamw" else [])
+    if config.name == "muon":
+        if not groups["hidden"]:
+            raise ValueError("optim.name: muon needs trainable matrices in fields or blocks; use adamw for this model")
+        lr = config.muon_lr if config.muon_lr is not None else config.lr
+        # match_rms_adamw scales the orthogonal step to the size of an AdamW step (Liu et al., arXiv 2502.16982)
+        matrices = torch.optim.Muon(
+            groups["hidden"], lr=lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        optimizers.append(matrices)
+    adamw_groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": groups["plain"], "weight_decay": 0.0},
+    ]
+    adamw_groups = [group for group in adamw_groups if group["params"]]
+    if adamw_groups:
+        optimizers.append(torch.optim.AdamW(adamw_groups, lr=config.lr, betas=config.betas))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["base_lr"] = group["lr"]
+    return optimizers
+
+
+def set_learning_rate(optimizers: Sequence[Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+
+
+class AveragedWeights:
+    """Exponential moving average of trainable parameters and floating-point buffers.
+
+    average ← δ · average + (1 - δ) · weight after every step, with δ = min(decay, (1 + step) / (10 + step)): the ramp
+    of TensorFlow's ExponentialMovingAverage, which keeps the random initialisation out of short runs.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        self.values = {name: tensor.detach().clone() for name, tensor in self._tracked(model).items()}
+
+    @staticmethod
+    def _tracked(model: nn.Module) -> dict[str, Tensor]:
+        parameters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        return parameters | {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        """`step` counts from 0: the step whose weights are taken in."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        current = self._tracked(model)
+        names = list(self.values)
+        torch._foreach_lerp_([self.values[n] for n in names], [current[n] for n in names], 1 - decay)
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        if values.keys() != self.values.keys():
+            raise ValueError("the averaged weights to load are not those of this model")
+        _copy(values, self.values)
+
+    @contextmanager
+    def swapped_in(self, model: nn.Module) -> Iterator[None]:
+        """Within the context the model holds the averages; afterwards exactly what it held before."""
+        current = self._tracked(model)
+        saved = {name: tensor.clone() for name, tensor in current.items()}
+        _copy(self.values, current)
+        try:
+            yield
+        finally:
+            _copy(saved, self._tracked(model))
+
+
+@torch.no_grad()
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in source.items():
+        target[name].copy_(tensor)

@@ -1,0 +1,411 @@
+"""The one loop: train, fine-tune, distil, resume, evaluate. On one process or many, through accelerate.
+
+A run is a folder. Its weights and metrics.jsonl are a function of the recipe alone: the order of the data, the
+augmentation, the schedule and the dropout masks are restored, so that a killed run continues bit for bit (on CPU).
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odevit import checkpoint as ckpt
+from odevit.augment import Augment
+from odevit.classifiers import adapt_to_data, build_classifier, save_classifier
+from odevit.data import Batch, Data, batches, derive_seed, load_data, num_batches
+from odevit.evaluation import eval_mode, evaluate, model_input
+from odevit.interruption import StopRequest, TrainingInterrupted, stop_request
+from odevit.objectives import Classification, LossModule, Objective, Terms
+from odevit.optimization import (
+    AveragedWeights,
+    build_optimizers,
+    learning_rate_factor,
+    scheduled_steps,
+    set_learning_rate,
+)
+from odevit.recipe import Recipe
+from odevit.runlog import RunLog, Window, claim_folder, draw_curve
+from odevit.solvers import NonFiniteStateError
+
+__all__ = ["Classification", "LossModule", "Objective", "Result", "Terms", "TrainingDivergedError", "evaluate", "fit"]
+
+
+@dataclass
+class Result:
+    """The selected model (in eval mode), its final numbers, and the run folder."""
+
+    model: Any
+    metrics: dict[str, Any]
+    folder: Path
+
+
+class TrainingDivergedError(ArithmeticError):
+    """A loss, gradient or state became NaN or infinite. The weights of the step before are untouched."""
+
+    def __init__(self, step: int, what: str, checkpoint: Path | None):
+        self.step, self.checkpoint = step, checkpoint
+        good = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+        super().__init__(
+            f"training diverged at step {step}: {what}; {good}. Lower optim.lr, lengthen optim.warmup, tighten "
+            "optim.clip, or hold the weights with model.spectral_cap; a smaller model.depth also helps."
+        )
+
+
+def fit(
+    recipe: Recipe,
+    *,
+    model: Any = None,
+    objective: Objective | None = None,
+    data: Data | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress_bar: bool = True,
+) -> Result:
+    """Run a recipe to its end and return the selected model with its final numbers.
+
+    model, objective, data: built from the recipe unless given.
+    resume: continue the run in recipe.output (or start it, when there is none yet); overwrite: delete what is there.
+    """
+    accelerator = _accelerator(recipe)
+    folder = claim_folder(recipe, accelerator, resume=resume, overwrite=overwrite)
+    data = data or load_data(recipe.data)
+    torch.manual_seed(derive_seed(recipe.seed, "initial weights"))
+    if recipe.task == "distill" and (model is None or objective is None):
+        from odevit.distill import build
+
+        model, objective = build(recipe, data)
+    model = build_classifier(recipe.model, data, recipe.data) if model is None else adapt_to_data(model, data)
+    run = Run(recipe, model, objective or Classification(recipe.penalties), data, accelerator, folder, progress_bar)
+    try:
+        if resume:
+            run.load()
+        if resume and (folder / "result.json").exists() and run.finished(run.elapsed):
+            run.log.say(f"this run is finished: see {folder / 'result.json'}")
+            run.use_best()
+            return Result(run.model.eval(), json.loads((folder / "result.json").read_text()), folder)
+        with stop_request() as stop:
+            run.train(stop)
+        return run.finish()
+    finally:
+        run.log.close()
+
+
+def _accelerator(recipe: Recipe) -> Any:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()  # a process may run several recipes, of different precision
+    precision = recipe.loop.mixed_precision
+    if precision == "auto":
+        precision = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+    # an objective may leave parts of the model out, for example the head while states are being matched
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    return Accelerator(mixed_precision=precision, kwargs_handlers=[unused])
+
+
+class Run:
+    """The state of a run, and what happens to it: load, train, validate, save, finish."""
+
+    def __init__(
+        self, recipe: Recipe, model: Any, objective: Objective, data: Data, accelerator: Any, folder: Path, bar: bool
+    ):
+        self.recipe, self.data, self.objective = recipe, data, objective
+        self.accelerator, self.folder = accelerator, folder
+        self.steps_per_epoch = num_batches(len(data.train), recipe.optim.batch_size, drop_last=True)
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"optim.batch_size {recipe.optim.batch_size} is more than the {len(data.train)} training images"
+            )
+        self.total_steps = recipe.optim.steps
+        if recipe.optim.epochs is not None:
+            self.total_steps = max(1, round(recipe.optim.epochs * self.steps_per_epoch))
+        if recipe.loop.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if recipe.loop.compile:
+            for part in model.odevit.fields if hasattr(model, "odevit") else [model]:
+                part.compile()
+        self.module, *self.optimizers = accelerator.prepare(
+            LossModule(model.train(), objective), *build_optimizers(model, recipe.optim)
+        )
+        self.model = accelerator.unwrap_model(self.module).model
+        self.average = AveragedWeights(self.model, recipe.optim.ema) if recipe.optim.ema else None
+        self.augment = Augment(recipe.augment, len(data.class_names))
+        self.store = ckpt.CheckpointStore(folder / "checkpoints", recipe.loop.keep)
+        self.log = RunLog(folder, main=accelerator.is_main_process, bar=bar, tensorboard=recipe.loop.tensorboard)
+        self.window = Window()
+        self.step, self.validated_at, self.saved_at = 0, -1, 0.0
+        self.best: dict[str, Any] | None = None
+        self.elapsed_before, self.began = 0.0, time.monotonic()
+        torch.manual_seed(derive_seed(recipe.seed, "rank", accelerator.process_index))
+
+    # --- where the run stands -----------------------------------------------------------------------------------------
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds in the loop, validation included, over all sittings."""
+        return self.elapsed_before + time.monotonic() - self.began
+
+    def progress(self, elapsed: float) -> float:
+        """0 … 1: the middle of the step, so that neither the first nor the last one has a learning rate of zero."""
+        if self.total_steps is not None:
+            return min(1.0, (self.step + 0.5) / self.total_steps)
+        return min(1.0, elapsed / (60 * (self.recipe.optim.minutes or math.inf)))
+
+    def finished(self, elapsed: float) -> bool:
+        return self.progress(elapsed) >= 1.0 if self.total_steps is None else self.step >= self.total_steps
+
+    def agree(self, stop: StopRequest) -> tuple[int, float]:
+        """(signal, elapsed seconds) on which all processes act: the largest that any of them has."""
+        if self.accelerator.num_processes == 1:
+            return stop.number, self.elapsed
+        both = torch.tensor([float(stop.number), self.elapsed], device=self.accelerator.device)
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
+        return int(both[0]), float(both[1])
+
+    def batches(self) -> Iterator[Batch]:
+        """Training batches without end, from the current step on."""
+        epoch, start = divmod(self.step, self.steps_per_epoch)
+        options: dict[str, Any] = {"seed": self.recipe.seed, "drop_last": True}
+        options |= {"rank": self.accelerator.process_index, "world_size": self.accelerator.num_processes}
+        while True:
+            yield from batches(self.data.train, self.recipe.optim.batch_size, epoch=epoch, start_step=start, **options)
+            epoch, start = epoch + 1, 0
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def train(self, stop: StopRequest) -> None:
+        loop, supply = self.recipe.loop, self.batches()
+        eval_every = loop.eval_every or self.steps_per_epoch
+        self.window_began = self.elapsed
+        while True:
+            number, elapsed = self.agree(stop)
+            if self.finished(elapsed):
+                break
+            if number:
+                self.save()
+                self.log.say(f"stopped at step {self.step}; continue: odevit train {self.folder}/recipe.yaml --resume")
+                raise TrainingInterrupted(128 + number)
+            progress = self.progress(elapsed)
+            status = self.train_step(next(supply), progress)
+            if self.step % loop.log_every == 0:
+                self.write_window(progress, status)
+            if self.step % eval_every == 0:
+                self.validate()
+            if loop.monitor_every and self.step % loop.monitor_every == 0:
+                self.monitor()
+            late = elapsed - self.saved_at > 60 * loop.checkpoint_minutes > 0
+            if self.step % (loop.checkpoint_every or eval_every) == 0 or late:
+                self.save()
+        if self.validated_at != self.step:
+            self.validate()
+            self.save()
+
+    def train_step(self, batch: Batch, progress: float) -> dict[str, Any]:
+        """One step of the optimisers on one global batch. Returns what is worth writing down about it."""
+        config, accelerator = self.recipe.optim, self.accelerator
+        factor = learning_rate_factor(progress, config.warmup)
+        set_learning_rate(self.optimizers, factor)
+        num_steps = scheduled_steps(self.recipe.loop.step_schedule, progress)
+        pieces, loss = self.prepare(batch), 0.0
+        for i, piece in enumerate(pieces):
+            share = len(piece[0]) / batch.total  # of the global batch: pieces and processes add up to its mean
+            with nullcontext() if i == len(pieces) - 1 else accelerator.no_sync(self.module):
+                try:
+                    terms: Terms = self.module(*piece, progress, num_steps)
+                except NonFiniteStateError as error:
+                    raise TrainingDivergedError(self.step, str(error), self.store.newest()) from error
+                total = torch.stack(list(terms.losses.values())).sum()
+                accelerator.backward(total * (share * accelerator.num_processes))  # DDP averages over processes
+            loss += share * float(total.detach())
+            self.window.add(terms, piece[1], share)
+        norm = float(accelerator.clip_grad_norm_(self.module.parameters(), config.clip or math.inf))
+        # with a loss scaler (fp16) single infinite gradients are expected, and their steps are skipped
+        if not math.isfinite(loss) or (accelerator.scaler is None and not math.isfinite(norm)):
+            what = f"the loss is {loss:g}, the norm of its gradient {norm:g}"
+            raise TrainingDivergedError(self.step, what, self.store.newest())
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(self.model, self.step)
+        self.step += 1
+        return {"lr": config.lr * factor, "gradient_norm": norm, "evaluations": terms.evaluations}
+
+    def prepare(self, batch: Batch) -> list[tuple[torch.Tensor, ...]]:
+        """Augmented, normalised images, smoothed targets and indices, in `accumulate` pieces."""
+        device, config = self.accelerator.device, self.recipe.optim
+        images, targets = self.augment(
+            batch.images.to(device),
+            batch.labels.to(device),
+            seed=derive_seed(self.recipe.seed, "augment", self.step),
+            start=batch.start,
+            total=batch.total,
+        )
+        targets = (1 - config.label_smoothing) * targets + config.label_smoothing / targets.shape[1]
+        tensors = model_input(self.model, images), targets, batch.indices.to(device)
+        return list(zip(*(tensor.chunk(config.accumulate) for tensor in tensors), strict=True))
+
+    def write_window(self, progress: float, status: dict[str, Any]) -> None:
+        """One line of metrics.jsonl, one of timing.jsonl, and the bar."""
+        means, phase = self.window.take(self.accelerator), self.objective.phase(progress)
+        epoch = round(self.step / self.steps_per_epoch, 4)
+        self.log.metrics({"kind": "train", "step": self.step, "epoch": epoch, "phase": phase, **means, **status})
+        seconds, self.window_began = self.elapsed - self.window_began, self.elapsed
+        speed = self.recipe.loop.log_every * self.recipe.optim.batch_size / max(seconds, 1e-9)
+        self.log.timing({"step": self.step, "seconds": round(self.elapsed, 3), "images_per_second": round(speed, 1)})
+        shown = {"step": str(self.step), "loss": f"{means['loss']:.4f}"}
+        if means["top1"] is not None:
+            shown["acc"] = f"{means['top1']:.1%}"
+        if self.best is not None:
+            shown["val"] = f"{self.best['top1']:.2%}"
+        shown["images/s"] = f"{speed:.0f}"
+        if status["evaluations"] is not None:
+            shown["evaluations"] = str(status["evaluations"])
+        self.log.show(progress, phase, shown)
+
+    def evaluation_weights(self) -> Any:
+        """A context in which the model holds the weights to evaluate and save: the averaged ones when they are on."""
+        return self.average.swapped_in(self.model) if self.average is not None else nullcontext()
+
+    def validate(self) -> None:
+        """Evaluate on the validation split; the best weights so far are kept in best/."""
+        began = self.elapsed
+        with self.evaluation_weights():
+            scores = evaluate(
+                self.model, self.data.val, batch_size=self.recipe.loop.eval_batch_size, accelerator=self.accelerator
+            )
+            self.validated_at = self.step
+            self.log.metrics({"kind": "val", "step": self.step, **scores})
+            if self.best is None or scores["top1"] > self.best["top1"]:
+                self.best = {"step": self.step, **scores}
+                self.write_model(self.folder / "best", self.best)
+        self.window_began += self.elapsed - began  # the speed shown is that of training
+
+    def monitor(self) -> None:
+        """Spectral norm of every matrix, and the top Lyapunov exponent of four validation images. Costs a little."""
+        if not self.accelerator.is_main_process:
+            return
+        from odevit.lipschitz import spectral_norms
+
+        record: dict[str, Any] = {"kind": "monitor", "step": self.step, "spectral_norms": spectral_norms(self.model)}
+        if hasattr(self.model, "odevit"):
+            from odevit.analysis.lyapunov import model_exponents
+
+            images = self.data.val.fetch(torch.arange(min(4, len(self.data.val))))[0].to(self.accelerator.device)
+            with eval_mode(self.model), torch.random.fork_rng():
+                exponents = model_exponents(self.model, model_input(self.model, images), k=1)
+            record["lyapunov"] = torch.as_tensor(exponents).flatten().tolist()
+        self.log.metrics(record)
+
+    # --- to disk and back ---------------------------------------------------------------------------------------------
+
+    def write_model(self, target: Path, facts: dict[str, Any]) -> None:
+        def write(folder: Path) -> None:
+            save_classifier(self.model, folder)
+            (folder / "selected.json").write_text(json.dumps(facts))
+
+        if self.accelerator.is_main_process:
+            ckpt.write_folder(target, write)
+        self.accelerator.wait_for_everyone()
+
+    def use_best(self) -> dict[str, Any]:
+        """Load the weights that were best on the validation split; returns what is known of them."""
+        best = type(self.model).from_pretrained(self.folder / "best")
+        self.model.load_state_dict(best.state_dict())
+        return json.loads((self.folder / "best" / "selected.json").read_text())
+
+    def save(self) -> None:
+        """A checkpoint with everything that the rest of the run depends on."""
+        from accelerate.utils import gather_object
+
+        generators, window = gather_object([ckpt.random_state()]), self.window.shared(self.accelerator)
+        if self.accelerator.is_main_process:
+            state = {
+                "model": self.model.state_dict(),
+                "average": self.average.values if self.average is not None else {},
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "random": generators,
+            }
+            epoch, step_in_epoch = divmod(self.step, self.steps_per_epoch)
+            meta = {
+                "data_position": {"epoch": epoch, "step": step_in_epoch},
+                "best": self.best,
+                "validated_at": self.validated_at,
+                "elapsed": self.elapsed,
+                "window": window,
+                "metrics_bytes": self.log.length(),
+                "recipe": self.recipe.to_dict(),
+                "versions": ckpt.library_versions(),
+            }
+            self.store.save(self.step, state, meta)
+        self.saved_at = self.elapsed
+        self.accelerator.wait_for_everyone()
+
+    def load(self) -> None:
+        """Continue where the newest good checkpoint stands; without one, from the beginning."""
+        found = self.store.load()
+        if found is None:
+            self.log.truncate(0)
+            return
+        state, meta = found
+        ckpt.check_same_recipe(meta["recipe"], self.recipe.to_dict())
+        rank, main = self.accelerator.process_index, self.accelerator.is_main_process
+        self.model.load_state_dict(state["model"])
+        if self.average is not None:
+            self.average.load(state["average"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        if rank < len(state["random"]):
+            ckpt.set_random_state(state["random"][rank])
+        else:  # more processes than before
+            torch.manual_seed(derive_seed(self.recipe.seed, "rank", rank, meta["step"]))
+        self.step, self.best, self.validated_at = meta["step"], meta["best"], meta["validated_at"]
+        self.window.sums = {name: value if main else 0.0 for name, value in meta["window"].items()}
+        self.elapsed_before = self.saved_at = meta["elapsed"]
+        self.began = time.monotonic()
+        if main:
+            self.store.drop_after(self.step)
+            self.log.truncate(meta["metrics_bytes"])
+            if meta["versions"] != ckpt.library_versions():
+                self.log.say(f"resumed with other library versions than before: {meta['versions']}")
+        self.log.say(
+            f"resumed at step {self.step}" + ("" if self.total_steps else ": by the clock, so not bit for bit")
+        )
+        self.accelerator.wait_for_everyone()
+
+    def finish(self) -> Result:
+        """Select on validation, read the test split once, and write model/, result.json and curve.png."""
+        seconds, selected = self.elapsed, self.use_best()
+        split = "val" if self.data.test is None else "test"
+        scores = evaluate(
+            self.model, getattr(self.data, split), batch_size=self.recipe.loop.eval_batch_size,
+            accelerator=self.accelerator,
+        )  # fmt: skip
+        parameters = list(self.model.parameters())
+        metrics = {
+            **scores,
+            "split": split,
+            "note": f"measured once, on the {split} split, with the weights of the best validation accuracy",
+            "selected": selected,
+            "steps": self.step,
+            "epochs": round(self.step / self.steps_per_epoch, 3),
+            "seconds": round(seconds, 1),
+            "parameters": sum(p.numel() for p in parameters),
+            "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "corrupt_images_skipped": self.data.skipped,
+            "versions": ckpt.library_versions(),
+        }
+        if split == "val":
+            metrics["note"] = "there is no test split: these are the validation numbers that selected the weights"
+        self.write_model(self.folder / "model", metrics)
+        if self.accelerator.is_main_process:
+            draw_curve(self.folder)
+            (self.folder / "result.json").write_text(json.dumps(metrics, indent=1))
+        self.log.say(f"{split} top-1 {scores['top1']:.2%} after {self.step} steps, {seconds:.0f} s: {self.folder}")
+        return Result(self.model.eval(), metrics, self.folder)
