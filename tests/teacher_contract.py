@@ -80,6 +80,13 @@ class TeacherContract:
         elif parts.head_weight is not None:
             assert not torch.allclose(read_out(teacher, trace.states[-1]), own, atol=1e-2)
 
+    def test_the_copied_norm_is_the_teachers_down_to_its_eps(self, model):
+        teacher = load_teacher(model)
+        parts = teacher.parts()
+        small = 1e-3 * torch.randn(4, 32)  # where the variance is as small as eps
+        copied = F.layer_norm(small, (32,), parts.norm_weight, parts.norm_bias, parts.norm_eps)
+        assert torch.equal(copied, teacher.anatomy.norm(small))
+
     def test_attention_is_a_part_of_a_softmax_row(self, model):
         teacher = load_teacher(model)
         attention = teacher.trace(images(), attention=True).attention
