@@ -89,6 +89,13 @@ def test_distilled_gives_the_cls_head():
     assert "distillation head" in teacher.parts().head_note
 
 
+def test_a_head_on_the_mean_patch_is_not_offered():
+    teacher = load_teacher(randomise(VARIANTS["mean of patches"]()))
+    assert teacher.num_labels == 5
+    assert teacher.parts().head_weight is None
+    assert "patch tokens" in teacher.parts().head_note
+
+
 def test_torchvision_attention_equals_its_own():
     model = randomise(TEACHERS["torchvision"].example(**SIZES)).eval()
     trace = load_teacher(model).trace(images(), attention=True)
