@@ -22,6 +22,8 @@ MODULES: tuple[str, ...] = (
     "lyapunov",
     "contraction",
     "robustness",
+    "attention",
+    "trajectory",
 )
 
 

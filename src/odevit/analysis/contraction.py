@@ -172,15 +172,15 @@ def agreement_figure(distances: Tensor, radii: Tensor, groups: Tensor) -> "Figur
 
     with figure_style():
         figure, (left, right) = subplots(1, 2, width=7.4, height=3.3, width_ratios=(1.1, 1))
+        places, ticks = list(range(len(GROUPS)))[::-1], []
         for row, name in enumerate(GROUPS):
             of_group = distances[groups == row]
-            place = len(GROUPS) - 1 - row
-            _ridge(left, of_group, distances, place, color(GROUP_COLORS[row]))
-            left.annotate(
-                f"{name}  ({len(of_group)})", (0.99, place + 0.62), xycoords=("axes fraction", "data"), ha="right",
-                va="center", fontsize=8, color=INK,
-            )  # fmt: skip
-        left.set(xlabel="distance of student and teacher, after the final norm", yticks=[], ylim=(-0.15, len(GROUPS)))
+            _ridge(left, of_group, distances, places[row], color(GROUP_COLORS[row]))
+            ticks.append(f"{name}\n{len(of_group)} images")
+        left.set_yticks([place + 0.3 for place in places], ticks)
+        left.tick_params(axis="y", length=0, labelcolor=INK)
+        left.grid(False)
+        left.set(xlabel="distance after the final norm", ylim=(-0.15, len(GROUPS)))
         left.spines["left"].set_visible(False)
         left.set_title("How far from the teacher, by who is right")
 

@@ -147,9 +147,12 @@ def _verdict_text(
         text += f"No: nothing gains significantly on {_name(base)}, as trained ({base.accuracy:.1%}). "
     if compared:
         best = max(compared, key=lambda c: c["gain"])
-        text += f"At that cost the best of them is {best['solver']} with {best['num_steps']} steps ({_points(best)}); "
+        best_scheme = f"{best['solver']} with {best['num_steps']} steps ({_points(best)})"
+        text += f"At its cost the best higher-order scheme is {best_scheme}; "
     if exact:
-        text += f"the exact flow gives {_points(exact)}. "
+        text += f"the exact flow gives {_points(exact)}"
+        learnt_steps = exact["significant"] and exact["gain"] < 0
+        text += ": these weights have learnt their own steps rather than a flow. " if learnt_steps else ". "
     low, high = values["steps_within_one_point"]
     return text + f"With {base.solver}, accuracy stays within one point from K' = {low} to {high}."
 

@@ -132,11 +132,12 @@ def _point(setting: Setting, cost: float, columns: list[tuple[Tensor, Tensor, Te
 
 
 def fit_order(step_counts: Sequence[int], errors: Sequence[float]) -> float | None:
-    """Minus the slope of log error over log K, or None with fewer than two usable points.
+    """Minus the slope of log error over log K on the three finest usable points; None with fewer than two.
 
-    Used are errors below 0.1 (above, the expansion in h says nothing) and above 1e-12 (below, float64 rounds).
+    Usable are errors below 0.25 (above, the expansion in h says nothing) and above 1e-12 (below, float64 rounds).
     """
-    points = [(math.log(k), math.log(e)) for k, e in zip(step_counts, errors, strict=True) if 1e-12 < e < 0.1]
+    usable = [(k, e) for k, e in sorted(zip(step_counts, errors, strict=True)) if 1e-12 < e < 0.25]
+    points = [(math.log(k), math.log(e)) for k, e in usable[-3:]]
     if len(points) < 2:
         return None
     mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
