@@ -1,6 +1,7 @@
 """A recipe's `model:` → a Hugging Face image classifier made for the data, and the way it is saved."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,24 @@ def adapt_to_data(model: Any, data: Data) -> Any:
     return model
 
 
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers for reading and writing weights."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def save_classifier(model: Any, folder: Path) -> None:
     """`save_pretrained`, with the image processor beside the weights, so that `pipeline` can load the folder."""
-    model.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
     if not isinstance(model, OdeViTForImageClassification):
         from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 

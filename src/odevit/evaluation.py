@@ -68,3 +68,21 @@ def _count(logits: Tensor, labels: Tensor) -> Tensor:
 def model_input(model: Any, images: Tensor) -> Tensor:
     """uint8 or float images of any size → what the model expects, as its config says."""
     return prepare(images, model.config.image_size, model.config.image_mean, model.config.image_std)
+
+
+def monitors(model: Any, split: Split, images: int = 4) -> dict[str, Any]:
+    """Spectral norm of every matrix and, for an ODE-ViT, the top Lyapunov exponent of the first images of a split.
+
+    Costs one singular value decomposition per matrix and one tangent per image. Leaves random numbers as they are.
+    """
+    from odevit.lipschitz import spectral_norms
+
+    record: dict[str, Any] = {"spectral_norms": spectral_norms(model)}
+    if hasattr(model, "odevit"):
+        from odevit.analysis.lyapunov import model_exponents
+
+        pixels = split.fetch(torch.arange(min(images, len(split))))[0].to(next(model.parameters()).device)
+        with eval_mode(model), torch.random.fork_rng():
+            exponents = model_exponents(model, model_input(model, pixels), k=1)
+        record["lyapunov"] = torch.as_tensor(exponents).flatten().tolist()
+    return record

@@ -17,9 +17,9 @@ import torch
 
 from odevit import checkpoint as ckpt
 from odevit.augment import Augment
-from odevit.classifiers import adapt_to_data, build_classifier, save_classifier
+from odevit.classifiers import adapt_to_data, build_classifier, quiet_transformers, save_classifier
 from odevit.data import Batch, Data, batches, derive_seed, load_data, num_batches
-from odevit.evaluation import eval_mode, evaluate, model_input
+from odevit.evaluation import evaluate, model_input, monitors
 from odevit.interruption import StopRequest, TrainingInterrupted, stop_request
 from odevit.objectives import Classification, LossModule, Objective, Terms
 from odevit.optimization import (
@@ -30,6 +30,7 @@ from odevit.optimization import (
     set_learning_rate,
 )
 from odevit.recipe import Recipe
+from odevit.resume import load_run, save_run
 from odevit.runlog import RunLog, Window, claim_folder, draw_curve
 from odevit.solvers import NonFiniteStateError
 
@@ -84,7 +85,7 @@ def fit(
     run = Run(recipe, model, objective or Classification(recipe.penalties), data, accelerator, folder, progress_bar)
     try:
         if resume:
-            run.load()
+            load_run(run)
         if resume and (folder / "result.json").exists() and run.finished(run.elapsed):
             run.log.say(f"this run is finished: see {folder / 'result.json'}")
             run.use_best()
@@ -110,7 +111,7 @@ def _accelerator(recipe: Recipe) -> Any:
 
 
 class Run:
-    """The state of a run, and what happens to it: load, train, validate, save, finish."""
+    """The state of a run, and what happens to it: train, validate, finish. `resume.py` saves and loads it."""
 
     def __init__(
         self, recipe: Recipe, model: Any, objective: Objective, data: Data, accelerator: Any, folder: Path, bar: bool
@@ -188,7 +189,7 @@ class Run:
             if self.finished(elapsed):
                 break
             if number:
-                self.save()
+                save_run(self)
                 self.log.say(f"stopped at step {self.step}; continue: odevit train {self.folder}/recipe.yaml --resume")
                 raise TrainingInterrupted(128 + number)
             progress = self.progress(elapsed)
@@ -201,10 +202,10 @@ class Run:
                 self.monitor()
             late = elapsed - self.saved_at > 60 * loop.checkpoint_minutes > 0
             if self.step % (loop.checkpoint_every or eval_every) == 0 or late:
-                self.save()
+                save_run(self)
         if self.validated_at != self.step:
             self.validate()
-            self.save()
+            save_run(self)
 
     def train_step(self, batch: Batch, progress: float) -> dict[str, Any]:
         """One step of the optimisers on one global batch. Returns what is worth writing down about it."""
@@ -288,22 +289,10 @@ class Run:
         self.window_began += self.elapsed - began  # the speed shown is that of training
 
     def monitor(self) -> None:
-        """Spectral norm of every matrix, and the top Lyapunov exponent of four validation images. Costs a little."""
-        if not self.accelerator.is_main_process:
-            return
-        from odevit.lipschitz import spectral_norms
+        if self.accelerator.is_main_process:
+            self.log.metrics({"kind": "monitor", "step": self.step, **monitors(self.model, self.data.val)})
 
-        record: dict[str, Any] = {"kind": "monitor", "step": self.step, "spectral_norms": spectral_norms(self.model)}
-        if hasattr(self.model, "odevit"):
-            from odevit.analysis.lyapunov import model_exponents
-
-            images = self.data.val.fetch(torch.arange(min(4, len(self.data.val))))[0].to(self.accelerator.device)
-            with eval_mode(self.model), torch.random.fork_rng():
-                exponents = model_exponents(self.model, model_input(self.model, images), k=1)
-            record["lyapunov"] = torch.as_tensor(exponents).flatten().tolist()
-        self.log.metrics(record)
-
-    # --- to disk and back ---------------------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def write_model(self, target: Path, facts: dict[str, Any]) -> None:
         def write(folder: Path) -> None:
@@ -316,68 +305,10 @@ class Run:
 
     def use_best(self) -> dict[str, Any]:
         """Load the weights that were best on the validation split; returns what is known of them."""
-        best = type(self.model).from_pretrained(self.folder / "best")
+        with quiet_transformers():
+            best = type(self.model).from_pretrained(self.folder / "best")
         self.model.load_state_dict(best.state_dict())
         return json.loads((self.folder / "best" / "selected.json").read_text())
-
-    def save(self) -> None:
-        """A checkpoint with everything that the rest of the run depends on."""
-        from accelerate.utils import gather_object
-
-        generators, window = gather_object([ckpt.random_state()]), self.window.shared(self.accelerator)
-        if self.accelerator.is_main_process:
-            state = {
-                "model": self.model.state_dict(),
-                "average": self.average.values if self.average is not None else {},
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "random": generators,
-            }
-            epoch, step_in_epoch = divmod(self.step, self.steps_per_epoch)
-            meta = {
-                "data_position": {"epoch": epoch, "step": step_in_epoch},
-                "best": self.best,
-                "validated_at": self.validated_at,
-                "elapsed": self.elapsed,
-                "window": window,
-                "metrics_bytes": self.log.length(),
-                "recipe": self.recipe.to_dict(),
-                "versions": ckpt.library_versions(),
-            }
-            self.store.save(self.step, state, meta)
-        self.saved_at = self.elapsed
-        self.accelerator.wait_for_everyone()
-
-    def load(self) -> None:
-        """Continue where the newest good checkpoint stands; without one, from the beginning."""
-        found = self.store.load()
-        if found is None:
-            self.log.truncate(0)
-            return
-        state, meta = found
-        ckpt.check_same_recipe(meta["recipe"], self.recipe.to_dict())
-        rank, main = self.accelerator.process_index, self.accelerator.is_main_process
-        self.model.load_state_dict(state["model"])
-        if self.average is not None:
-            self.average.load(state["average"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        if rank < len(state["random"]):
-            ckpt.set_random_state(state["random"][rank])
-        else:  # more processes than before
-            torch.manual_seed(derive_seed(self.recipe.seed, "rank", rank, meta["step"]))
-        self.step, self.best, self.validated_at = meta["step"], meta["best"], meta["validated_at"]
-        self.window.sums = {name: value if main else 0.0 for name, value in meta["window"].items()}
-        self.elapsed_before = self.saved_at = meta["elapsed"]
-        self.began = time.monotonic()
-        if main:
-            self.store.drop_after(self.step)
-            self.log.truncate(meta["metrics_bytes"])
-            if meta["versions"] != ckpt.library_versions():
-                self.log.say(f"resumed with other library versions than before: {meta['versions']}")
-        self.log.say(
-            f"resumed at step {self.step}" + ("" if self.total_steps else ": by the clock, so not bit for bit")
-        )
-        self.accelerator.wait_for_everyone()
 
     def finish(self) -> Result:
         """Select on validation, read the test split once, and write model/, result.json and curve.png."""
