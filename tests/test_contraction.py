@@ -7,7 +7,7 @@ import torch
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.analysis import Study
-from odevit.analysis.contraction import GROUPS, agreement, contraction_radius, run
+from odevit.analysis.contraction import GROUPS, agreement, agreement_figure, contraction_radius, run
 from odevit.teachers import Teacher, tiny_teacher
 
 
@@ -136,3 +136,13 @@ def test_findings(teacher: Teacher) -> None:
     assert finding.figure is not None
     assert seen[-1] == (20, 20)
     assert f"{finding.value['observed']:.1%}" in finding.text
+
+
+@pytest.mark.parametrize(("distance", "radius"), [(0.0, 2.0), (1.0, 0.0), (1.0, torch.inf)])
+def test_figure_in_extreme_cases(distance: float, radius: float) -> None:
+    """A perfect student, ties, and a single class can be drawn."""
+    groups = torch.zeros(5, dtype=torch.long)
+    figure = agreement_figure(torch.full((5,), distance), torch.full((5,), radius), groups)
+    figure.draw_without_rendering()
+    drawn = [points for points in figure.axes[1].collections if points.get_label() == GROUPS[0]]
+    assert [len(points.get_offsets()) for points in drawn] == ([5] if radius == 2 else [])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COLORMAP = "inferno"
 FULL_SCALE = 0.995  # the quantile drawn in the brightest colour: one extreme patch does not darken all others
 BRIGHTEST_AT_LEAST = 3  # times the uniform share 1/M: attention that is the same everywhere looks dark, not bright
-TILE = 120  # pixels: small images are enlarged by a whole factor to at least this in the animation
+TILE = 96  # pixels: small images are enlarged by a whole factor to at least this in the animation
 
 
 class AttentionPath(NamedTuple):

@@ -168,7 +168,7 @@ def _group(student_right: Tensor, teacher_right: Tensor) -> Tensor:
 
 def agreement_figure(distances: Tensor, radii: Tensor, groups: Tensor) -> "Figure":
     """The paper's Figure 3: distances by who is right; beside it distance against radius. All (N,)."""
-    from odevit.analysis.style import INK, MUTED, PAPER, color, figure_style, subplots
+    from odevit.analysis.style import INK, color, figure_style, subplots
 
     with figure_style():
         figure, (left, right) = subplots(1, 2, width=7.4, height=3.3, width_ratios=(1.1, 1))
@@ -183,21 +183,30 @@ def agreement_figure(distances: Tensor, radii: Tensor, groups: Tensor) -> "Figur
         left.set(xlabel="distance after the final norm", ylim=(-0.15, len(GROUPS)))
         left.spines["left"].set_visible(False)
         left.set_title("How far from the teacher, by who is right")
-
-        finite = torch.isfinite(radii) & (radii > 0) & (distances > 0)
-        shown = [distances[finite].min(), distances[finite].max(), radii[finite].min(), radii[finite].max()]
-        low, high = min(shown).item() * 0.8, max(shown).item() * 1.25
-        right.fill_between([low, high], [low, low], [low, high], color=color(0), alpha=0.10, linewidth=0)
-        right.plot([low, high], [low, high], color=MUTED, linewidth=1)
-        for index, name in enumerate(GROUPS):
-            chosen = finite & (groups == index)
-            style = dict(s=14, color=color(GROUP_COLORS[index]), edgecolors=PAPER, linewidths=0.3, alpha=0.85)
-            right.scatter(radii[chosen], distances[chosen], label=name, **style)
-        right.set(xscale="log", yscale="log", xlabel="radius of the contraction region", ylabel="distance")
-        right.set(xlim=(low, high), ylim=(low, high), box_aspect=1)
-        right.annotate("certain to agree", (0.96, 0.05), xycoords="axes fraction", ha="right", fontsize=8, color=MUTED)
+        shown = torch.isfinite(radii) & (radii > 0)  # a logarithmic axis has no place for the others
+        if shown.any():
+            _against_radius(right, distances[shown], radii[shown], groups[shown])
         right.set_title("Distance against radius")
     return figure
+
+
+def _against_radius(axes: Any, distances: Tensor, radii: Tensor, groups: Tensor) -> None:
+    """The right panel: below the diagonal, agreement is certain. A distance of zero is drawn at the lower edge."""
+    from odevit.analysis.style import MUTED, PAPER, color
+
+    middle = radii.median().item()
+    distances = distances.clamp_min(1e-3 * middle)
+    low, high = radii.min().item() * 0.8, radii.max().item() * 1.25
+    bottom, top = 0.7 * min(distances.min().item(), middle), 1.25 * max(distances.max().item(), middle)
+    diagonal = [min(low, bottom), max(high, top)]
+    axes.fill_between(diagonal, [diagonal[0]] * 2, diagonal, color=color(0), alpha=0.10, linewidth=0)
+    axes.plot(diagonal, diagonal, color=MUTED, linewidth=1)
+    for index, name in enumerate(GROUPS):
+        style = dict(s=14, color=color(GROUP_COLORS[index]), edgecolors=PAPER, linewidths=0.3, alpha=0.85)
+        axes.scatter(radii[groups == index], distances[groups == index], label=name, **style)
+    axes.set(xscale="log", yscale="log", xlabel="radius of the contraction region", ylabel="distance")
+    axes.set(xlim=(low, high), ylim=(bottom, top), box_aspect=1)
+    axes.annotate("certain to agree", (0.96, 0.05), xycoords="axes fraction", ha="right", fontsize=8, color=MUTED)
 
 
 def _ridge(axes: Any, values: Tensor, everything: Tensor, place: float, color: str) -> None:

@@ -144,7 +144,9 @@ def _verdict_text(
         share = f", {min(1.0, best['gain'] / gap):.0%} of the gap" if gap is not None and gap > 0 else ""
         text += f"Yes: {best['solver']} with {best['num_steps']} steps gains {_points(best)}{share}. "
     else:
-        text += f"No: nothing gains significantly on {_name(base)}, as trained ({base.accuracy:.1%}). "
+        best_gain = max((c["gain"] for c in [*compared, *([exact] if exact else [])]), default=0.0)
+        said = "Undecided: no gain is significant" if best_gain > 0 else "No: nothing gains"
+        text += f"{said} on {_name(base)}, as trained ({base.accuracy:.1%}). "
     if compared:
         best = max(compared, key=lambda c: c["gain"])
         best_scheme = f"{best['solver']} with {best['num_steps']} steps ({_points(best)})"
@@ -199,9 +201,13 @@ def sweep_figure(points: dict[Setting, Point], training: Setting, teacher_accura
             for height, name in ((getattr(exact, what), "exact flow"), (teacher_accuracy, "teacher")):
                 if height is None or math.isnan(height) or (name == "teacher" and what == "agreement"):
                     continue
-                axes.axhline(100 * height, color=MUTED, linewidth=1, linestyle=":" if name == "teacher" else "--")
-                axes.annotate(name, (0.005, 100 * height), xycoords=("axes fraction", "data"), fontsize=7.5,
-                              xytext=(0, 2), textcoords="offset points", color=MUTED)  # fmt: skip
+                of_teacher = name == "teacher"
+                axes.axhline(100 * height, color=MUTED, linewidth=1, linestyle=":" if of_teacher else "--")
+                place, side = (0.995, "right") if of_teacher else (0.005, "left")
+                axes.annotate(
+                    name, (place, 100 * height), xycoords=("axes fraction", "data"), xytext=(0, 2), ha=side,
+                    textcoords="offset points", fontsize=7.5, color=MUTED,
+                )  # fmt: skip
             axes.set(xscale="log", xlabel="evaluations of the field")
             axes.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
         panels[0].set_title("Accuracy (%)")

@@ -97,7 +97,7 @@ def run(study: Study) -> Iterator[Finding]:
             length, straightness = path_lengths(paths)
             values[who] = {"length": length.mean().item(), "straightness": straightness.mean().item()}
     text = (
-        f"CLS in the plane that holds {axes.explained[:2].sum():.0%} of their variance: thin lines are images, "
+        f"The plane that holds {axes.explained[:2].sum():.0%} of the paths' variance: thin lines are images, "
         "thick ones class means; paths that part by class show where the decision is made"
     )
     text += ". Dashed and crosses: the teacher." if comparable is not None else "."
@@ -197,8 +197,10 @@ def layers_figure(errors: list[dict[str, float]]) -> "Figure":
         ):
             axes.plot(layers, [error[key] for error in errors], "o-", color=color(index), label=name)
         axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
-        axes.annotate("no better than the mean state", (layers[0], 1), xytext=(0, 3), textcoords="offset points",
-                      fontsize=7.5, color=MUTED)  # fmt: skip
+        axes.annotate(
+            "no better than the mean state", (layers[-1], 1), xytext=(0, 3), textcoords="offset points", ha="right",
+            fontsize=7.5, color=MUTED,
+        )  # fmt: skip
         axes.set(xlabel="layer of the teacher", ylabel="error of the student", xticks=layers)
         axes.set_ylim(bottom=0)
         axes.legend(loc="best")
