@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 # files of this package that register analyses, in the order of the report; append yours on its own line
 MODULES: tuple[str, ...] = (
     "lyapunov",
+    "stability",
     "contraction",
     "robustness",
     "attention",
     "trajectory",
+    "error_bound",
 )
 
 
