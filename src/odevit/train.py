@@ -107,7 +107,9 @@ def _accelerator(recipe: Recipe) -> Any:
         precision = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
     # an objective may leave parts of the model out, for example the head while states are being matched
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-    return Accelerator(mixed_precision=precision, kwargs_handlers=[unused])
+    # without an accelerator device, accelerate joins a group of torchrun's processes only when told to use the CPU
+    cpu = not torch.accelerator.is_available()
+    return Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[unused])
 
 
 class Run:
