@@ -38,7 +38,9 @@ def test_from_scratch(spec, size, data):
 
 
 def test_fine_tuning_a_saved_classifier_at_another_size(tmp_path, data):
-    teacher = fit(tiny_recipe(tmp_path / "a", model=VIT, optim={"steps": 3}), data=data, progress_bar=False)
+    recipe = tiny_recipe(tmp_path / "a", optim={"steps": 3})
+    recipe.model = VIT
+    teacher = fit(recipe, data=data, progress_bar=False)
     recipe = tiny_recipe(tmp_path / "b", optim={"steps": 3})
     recipe.model = {"pretrained": str(teacher.folder / "model"), "image_size": 16}
     student = fit(recipe, data=data, progress_bar=False).model
