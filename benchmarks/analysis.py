@@ -81,10 +81,8 @@ def main() -> None:
         best["forward"] = min(best["forward"], seconds(lambda: forward(model, images, size)))
         best["ours"] = min(best["ours"], seconds(lambda: model_exponents(model, images, TANGENTS, batch_size=size)))
         best["jvp"] = min(best["jvp"], seconds(lambda: with_torch_jvp(model, few, size)) * len(images) / len(few))
-    parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    print(
-        f"cifar-tiny ({parameters:.2f}M, K = {model.config.num_steps}), {len(images)} images, {torch.get_num_threads()} threads"
-    )
+    parameters, threads = sum(p.numel() for p in model.parameters()) / 1e6, torch.get_num_threads()
+    print(f"cifar-tiny ({parameters:.2f}M, K = {model.config.num_steps}), {len(images)} images, {threads} thread(s)")
     print(f"one forward pass             {best['forward']:8.2f} s")
     for name, label in (("ours", f"top {TANGENTS} exponents"), ("jvp", "the same by torch.func.jvp")):
         ratio = best[name] / (TANGENTS * best["forward"])

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from odevit.analysis import Finding, Study, register_analysis
+from odevit.analysis.bootstrap import number
 from odevit.jacobian import curvature, error_bound, jacobian_norm, log_norm
 from odevit.lipschitz import ATTENTION_BOUNDS, field_bound
 from odevit.solvers import solve
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 IMAGES = 8  # the reference solution takes 32 evaluations for each of Euler's steps
 STEPS = (2, 4, 8, 16, 32)  # N, in multiples of the number of fields
 REFINEMENT = 8  # the reference is RK4 with this many times the steps
+BEYOND = 1e15  # bounds this many times above the error are told, not drawn
 STATES = 5  # where L, μ and the curvature are taken
 
 
@@ -103,19 +105,24 @@ def run(study: Study) -> Iterator[Finding]:
         "error_bound/euler",
         {
             "num_steps": counts,
-            "measured": measured.median(dim=1).values.tolist(),
-            "relative": (measured / size.double().cpu()).median(dim=1).values.tolist(),
+            "measured": _medians(measured),
+            "relative": _medians(measured / size.double().cpu()),
             "observed_order": order,
             "rates": {name: float(rate.median()) for name, rate in named.items() if rate is not None},
             "curvature": float(rates.curvature.median()),
-            "bounds": {name: bound.median(dim=1).values.tolist() for name, bound in bounds.items()},
-            "ratio": {name: (bound / measured).median(dim=1).values.tolist() for name, bound in bounds.items()},
+            "bounds": {name: _medians(bound) for name, bound in bounds.items()},
+            "ratio": {name: _medians(bound / measured) for name, bound in bounds.items()},
             "images": len(images),
         },
         "Error of Euler's method and its bounds",
         _text(counts, measured, bounds, order),
         _figure(counts, measured, bounds),
     )
+
+
+def _medians(values: Tensor) -> list[float | None]:
+    """Over samples, (m, b) -> m numbers; None where a bound is beyond all floating-point numbers."""
+    return [number(value) for value in values.median(dim=1).values]
 
 
 def _text(counts: list[int], measured: Tensor, bounds: dict[str, Tensor], order: float) -> str:

@@ -298,8 +298,8 @@ def _bubbles(rows: list[dict[str, Any]]) -> "Figure":
             axes.scatter([x], [row["mean"]], s=area, color=color(index), alpha=0.85, edgecolor=PAPER, zorder=3)
             if len(rows) <= 20:
                 axes.annotate(
-                    row["class"], (x, row["mean"]), xytext=(0, 2 + math.sqrt(area) / 2), textcoords="offset points",
-                    ha="center", va="bottom", fontsize=8,
+                    row["class"], (x, row["mean"]), xytext=(2 + math.sqrt(area) / 2, 0), textcoords="offset points",
+                    ha="left", va="center", fontsize=8,
                 )  # fmt: skip
         axes.margins(0.12)
         axes.set_xlabel("accuracy of the class")

@@ -21,7 +21,7 @@ def push(function: Callable[[Tensor], Tensor], jet: Tensor) -> Tensor:
     """(f(x), J_f V) for any differentiable map, as a jet (1 + k, b, …). The state is computed once for all tangents."""
     x, tangents = jet[0], jet[1:]
     with forward_derivatives():
-        y, pushed = torch.func.vmap(lambda v: torch.func.jvp(function, (x,), (v,)), out_dims=(None, 0))(tangents)
+        y, pushed = torch.func.vmap(lambda v: torch.func.jvp(function, (x,), (v,))[:2], out_dims=(None, 0))(tangents)  # type: ignore[misc, arg-type]
     return torch.cat([y.unsqueeze(0), pushed])
 
 
