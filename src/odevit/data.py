@@ -62,6 +62,7 @@ class Data:
     mean: list[float]  # per channel, of images on the scale 0..1
     std: list[float]
     channels: int
+    augmented: bool = False  # the training images are augmented already, once and for all
 
     @property
     def skipped(self) -> int:

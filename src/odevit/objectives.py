@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from odevit.data import Data
 from odevit.recipe import PenaltyConfig
 from odevit.solvers import Grid
 
@@ -31,6 +32,10 @@ class Objective(Protocol):
         """What is going on at this progress, in a word, for the progress bar."""
         ...
 
+    def training_data(self, data: Data) -> Data:
+        """The data to train on: as it is, unless the objective has prepared its own views of the images."""
+        ...
+
 
 class Classification:
     """Cross-entropy with soft targets, plus penalties on the path of an ODE-ViT."""
@@ -40,6 +45,9 @@ class Classification:
 
     def phase(self, progress: float) -> str:
         return "train"
+
+    def training_data(self, data: Data) -> Data:
+        return data
 
     def __call__(
         self, model: Any, images: Tensor, targets: Tensor, indices: Tensor, *, progress: float, num_steps: int | None

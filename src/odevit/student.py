@@ -9,6 +9,12 @@ from odevit.config import OdeViTConfig, own_fields
 from odevit.model import OdeViTForImageClassification
 from odevit.teachers import Teacher, load_teacher
 
+# fields of OdeViTConfig that a student takes over with the teacher's weights
+TEACHERS_OWN = (
+    "hidden_size", "num_attention_heads", "image_size", "patch_size", "num_channels", "tokenizer", "final_norm",
+    "layer_norm_eps",
+)  # fmt: skip
+
 
 class ParameterReport(NamedTuple):
     """Parameters of a student and of its teacher."""
@@ -36,10 +42,9 @@ def student_of(teacher: Any, *, freeze_head: bool = True, **overrides: Any) -> O
     """
     if not isinstance(teacher, Teacher):
         teacher = load_teacher(teacher)
-    fixed = ("hidden_size", "num_attention_heads", "image_size", "patch_size", "num_channels", "tokenizer", "final_norm")
-    wrong = [name for name in overrides if name not in own_fields() or name in fixed]
+    wrong = [name for name in overrides if name not in own_fields() or name in TEACHERS_OWN]
     if wrong:
-        valid = [name for name in own_fields() if name not in fixed]
+        valid = [name for name in own_fields() if name not in TEACHERS_OWN]
         raise ValueError(f"cannot set {', '.join(wrong)} on a student; fields to choose: {', '.join(valid)}")
     parts = teacher.parts()
     extras = 0 if parts.registers is None else parts.registers.shape[1]
@@ -63,9 +68,9 @@ def student_of(teacher: Any, *, freeze_head: bool = True, **overrides: Any) -> O
     )
     student = OdeViTForImageClassification(config)
     copy_parts(teacher, student)
-    labels = getattr(teacher.module.config, "id2label", None) if hasattr(teacher.module, "config") else None
+    labels = getattr(getattr(teacher.module, "config", None), "id2label", None)
     if labels and len(labels) == config.num_labels:
-        student.config.id2label, student.config.label2id = labels, {name: i for i, name in labels.items()}
+        student.config.id2label, student.config.label2id = dict(labels), {name: i for i, name in labels.items()}
     if freeze_head and parts.head_weight is not None:
         student.norm.requires_grad_(False)
         student.classifier.requires_grad_(False)
@@ -74,7 +79,10 @@ def student_of(teacher: Any, *, freeze_head: bool = True, **overrides: Any) -> O
 
 @torch.no_grad()
 def copy_parts(teacher: Teacher, student: OdeViTForImageClassification) -> list[str]:
-    """Copy the teacher's parts into the student; the names of what was copied. A wrong shape is an error."""
+    """Copy the teacher's parts into the student; the names of what was copied. A wrong shape is an error.
+
+    Registers are copied when the student has as many as the teacher has extra tokens.
+    """
     parts, base = teacher.parts(), student.odevit
     pairs: dict[str, tuple[Tensor, Tensor | None]] = {
         "odevit.tokenizer.projection.weight": (base.tokenizer.projection.weight, parts.patch_weight),  # type: ignore
@@ -93,15 +101,20 @@ def copy_parts(teacher: Teacher, student: OdeViTForImageClassification) -> list[
         if source is None:
             continue
         if target.shape != source.shape:
-            raise ValueError(f"{name}: the student has {tuple(target.shape)}, the teacher {tuple(source.shape)}")
+            raise ValueError(
+                f"{name} must have one shape in both: the student has {tuple(target.shape)}, the teacher "
+                f"{tuple(source.shape)}; leave num_labels to the teacher, or fine-tune it on these classes first"
+            )
         target.copy_(source)
         copied.append(name)
     return copied
 
 
-def parameter_report(student: nn.Module, teacher: nn.Module) -> ParameterReport:
+def parameter_report(student: OdeViTForImageClassification, teacher: nn.Module) -> ParameterReport:
+    """Count the parameters of a student (all, trainable, those of its fields) and of its teacher."""
+
     def count(module: nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
 
     trainable = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    return ParameterReport(count(student), trainable, count(student.odevit.fields), count(teacher))  # type: ignore
+    return ParameterReport(count(student), trainable, count(student.odevit.fields), count(teacher))
