@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from odevit.analysis import Study
+from odevit.analysis import error_bound as analysis
 from odevit.analysis.error_bound import REFINEMENT, euler_error, observed_order, path_rates, run
 from odevit.config import OdeViTConfig
 from odevit.jacobian import error_bound
@@ -63,7 +64,8 @@ def test_observed_order():
 
 
 @pytest.mark.parametrize("overrides", [{}, {"num_fields": 2, "attention": "sinkhorn"}])
-def test_analysis_reports_error_bounds_and_ratio(overrides):
+def test_analysis_reports_error_bounds_and_ratio(overrides, monkeypatch):
+    monkeypatch.setattr(analysis, "STEPS", (2, 4, 8))
     torch.manual_seed(0)
     settings = dict(image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_attention_heads=2, num_labels=3)
     model = OdeViTForImageClassification(
@@ -72,7 +74,7 @@ def test_analysis_reports_error_bounds_and_ratio(overrides):
     study = Study(model, torch.randn(3, 1, 8, 8), torch.zeros(3).long(), ["a", "b", "c"])
     (finding,) = run(study)
     value = finding.value
-    assert value["observed_order"] == pytest.approx(1, abs=0.2)
+    assert value["observed_order"] == pytest.approx(1, abs=0.25)
     assert ("L bounded" in value["bounds"]) == (not overrides)
     for name, bound in value["bounds"].items():
         assert all(b >= m for b, m in zip(bound, value["measured"], strict=True)), name
