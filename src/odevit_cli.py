@@ -1,1 +1,169 @@
-"""placeholder"""
+"""The command line. It only parses and calls.
+
+It stands beside the package, not in it: importing `odevit` brings torch and transformers (and registers the model with
+transformers), which takes seconds, while `odevit --help` must answer at once.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    help="Vision Transformers as ordinary differential equations.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Override = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the recipe.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the recipe's output folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what is in the output folder.")]
+Steps = Annotated[int | None, typer.Option("--steps", help="Solver steps K; default: the model's own.")]
+Solver = Annotated[str | None, typer.Option("--solver", help="Solver; default: the model's own.")]
+DataName = Annotated[
+    str, typer.Option("--data", help="'digits', a folder of images, parquet files, or a dataset on the hub.")
+]
+MaxImages = Annotated[int | None, typer.Option("--max-images", help="Use at most so many images, drawn at random.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write to.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def quickstart(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to.")] = Path("runs/quickstart"),
+) -> None:
+    """Three minutes: train a small ViT on handwritten digits, turn it into an ODE-ViT, and report what happened."""
+    from odevit.quickstart import main as run
+
+    run(output)
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_PRESET", help="A preset, a folder or a hub name.")],
+    steps: Steps = None,
+    solver: Solver = None,
+    as_json: AsJson = False,
+) -> None:
+    """Parameters, multiply-accumulates, bytes and the Lipschitz bound of a model."""
+    from odevit.config import PRESETS
+    from odevit.cost import describe
+    from odevit.model import OdeViTForImageClassification
+    from odevit.tables import print_info
+
+    known = model in PRESETS
+    if not known and "/" not in model and not Path(model).exists():
+        raise ValueError(f"unknown model {model!r}: neither a folder, nor a hub name, nor one of {', '.join(PRESETS)}")
+    network = OdeViTForImageClassification.from_preset(model) if known else load_model(model)
+    print_info(model, describe(network.eval(), num_steps=steps, solver=solver), as_json)
+
+
+@app.command()
+def train(recipe: Annotated[Path, typer.Argument(help="YAML file.")], set_: Override = None, resume: Resume = False, overwrite: Overwrite = False) -> None:  # fmt: skip
+    """Train an ODE-ViT, or fine-tune any Hugging Face image classifier, as a recipe says."""
+    from odevit.recipe import Recipe
+    from odevit.train import fit
+
+    fit(Recipe.load(recipe, set_ or []), resume=resume, overwrite=overwrite)
+
+
+@app.command(name="eval")
+def evaluate_(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of an image classifier.")],
+    data: DataName,
+    steps: Steps = None,
+    solver: Solver = None,
+    split: Annotated[str, typer.Option(help="train, val or test.")] = "test",
+    max_images: MaxImages = None,
+    as_json: AsJson = False,
+) -> None:
+    """Top-1/3/5 accuracy of a model, from exact counts."""
+    from odevit.evaluation import evaluate
+    from odevit.study import load_for_analysis
+    from odevit.tables import print_numbers
+
+    network, splits = load_for_analysis(model, data, max_images)
+    result = evaluate(network, splits.choose(split), num_steps=steps, solver=solver)
+    print_numbers(f"{model} on {data} ({split})", result, as_json)
+
+
+@app.command()
+def distill(
+    teacher: Annotated[str | None, typer.Option(help="Folder or hub name of a trained ViT.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="As in eval; overrides the recipe's.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="YAML file; default: the built-in recipe.")] = None,
+    set_: Override = None,
+    output: Output = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    smoke: Annotated[
+        bool,
+        typer.Option("--smoke", help="A tiny random teacher of the same family on digits, two steps: does it run?"),
+    ] = False,
+) -> None:
+    """Turn a trained ViT into an ODE-ViT with about ten times fewer parameters."""
+    from odevit.plug import run_distillation
+
+    run_distillation(
+        teacher=teacher, data=data, recipe=recipe, overrides=set_ or [], output=output, resume=resume,
+        overwrite=overwrite, smoke=smoke,
+    )  # fmt: skip
+
+
+@app.command()
+def analyze(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of an ODE-ViT.")],
+    data: DataName,
+    teacher: Annotated[str | None, typer.Option(help="Folder or hub name of its teacher.")] = None,
+    only: Annotated[str | None, typer.Option(help="Comma-separated analyses; default: all.")] = None,
+    max_images: Annotated[int, typer.Option("--max-images", help="Test images to look at, drawn at random.")] = 256,
+    output: Output = None,
+) -> None:
+    """See the dynamics: Lyapunov exponents, stability, contraction, step robustness, attention … in one report."""
+    from odevit.study import analyze as run
+
+    run(model, data, teacher=teacher, only=only.split(",") if only else None, max_images=max_images, output=output)
+
+
+@app.command()
+def audit(
+    teacher: Annotated[str, typer.Argument(help="Folder or hub name of a trained ViT.")],
+    data: DataName,
+    image_size: Annotated[int | None, typer.Option(help="Run the teacher at this size; default: its own.")] = None,
+    max_images: Annotated[int, typer.Option("--max-images", help="Images to look at, drawn at random.")] = 256,
+    output: Output = None,
+) -> None:
+    """Is this ViT ODE-able? Velocity, curvature and tied-field residual of its layers, before any training."""
+    from odevit.study import audit as run
+
+    run(teacher, data, image_size=image_size, max_images=max_images, output=output)
+
+
+def load_model(name: str) -> Any:
+    from odevit.model import OdeViTForImageClassification
+
+    if Path(name).exists() and not (Path(name) / "config.json").exists():
+        raise ValueError(f"{name} holds no model: a config.json and model.safetensors are expected")
+    return OdeViTForImageClassification.from_pretrained(name)
+
+
+def main() -> None:
+    """Entry point: a wrong input ends with one sentence, a fault of ours with a traceback."""
+    try:
+        app()
+    except (ValueError, OSError, ArithmeticError) as error:
+        if os.environ.get("ODEVIT_DEBUG"):
+            raise
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

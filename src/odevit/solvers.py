@@ -210,7 +210,8 @@ def solve(
         else:
             x = step(parts[phase], x, h)
         states = [*states, x] if keep_all else [x]
-    if check_finite and not torch.compiler.is_compiling() and not bool(torch.isfinite(x).all()):
+    readable = not torch.compiler.is_compiling() and not x.is_meta
+    if check_finite and readable and not bool(torch.isfinite(x).all()):
         raise _first_non_finite(parts, start, grid, step)
 
     count_F, count_G = num_steps * cost.F, num_steps * cost.G

@@ -1,0 +1,48 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`. Each makes .venv when it is missing and installs
+# the tested versions; both are safe to repeat.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: quickstart test lint types clean help
+
+help:
+	@echo "make quickstart   three minutes: a ViT turned into a flow, with a report"
+	@echo "make test         lint, types and tests (under 15 minutes on 2 cores)"
+	@echo "make clean        remove .venv and caches"
+
+quickstart: .venv/quickstart.stamp
+	$(BIN)/odevit quickstart
+
+test: .venv/test.stamp lint types
+	$(BIN)/pytest --ignore tests/with_timm
+	PYTHONPATH=.venv/timm $(BIN)/pytest tests/with_timm
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/test.stamp
+	$(BIN)/mypy
+
+# torch first and pinned: otherwise other packages bring the newest build with gigabytes of CUDA libraries
+.venv/torch.stamp: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) --upgrade pip setuptools wheel
+	$(PIP) torch
+	touch $@
+
+.venv/quickstart.stamp: .venv/torch.stamp pyproject.toml
+	$(PIP) --no-build-isolation -e '.[train]'
+	touch $@
+
+# timm needs torchvision, whose wheel does not import on a CPU-only torch and would break transformers with it: they
+# live in a folder of their own, which only their tests see.
+.venv/test.stamp: .venv/quickstart.stamp
+	$(PIP) --no-build-isolation -e '.[dev]'
+	$(PIP) --no-deps --upgrade --target .venv/timm timm torchvision
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,163 @@
+"""`odevit analyze` and `odevit audit`: load a model and images, run the analyses, write the report."""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from odevit.analysis import Finding, Study, run_analyses
+from odevit.data import Data, DataConfig, Split, load_data
+from odevit.evaluation import model_input
+from odevit.report import write_report
+
+
+class Splits(NamedTuple):
+    data: Data
+
+    def choose(self, name: str) -> Split:
+        """A split by name; `test` falls back on no other split, since the reader would not know."""
+        if name not in ("train", "val", "test"):
+            raise ValueError(f"unknown split {name!r}; choose one of train, val, test")
+        split = getattr(self.data, name)
+        if split is None:
+            raise ValueError("this data has no test split; use --split val")
+        return split
+
+
+def load_for_analysis(model: str, data: str, max_images: int | None = None) -> tuple[Any, Splits]:
+    """Any Hugging Face image classifier and a data set that fits it."""
+    from transformers import AutoModelForImageClassification
+
+    import odevit  # noqa: F401  # registers the Auto classes
+    from odevit.classifiers import adapt_to_data
+
+    if Path(model).exists() and not (Path(model) / "config.json").exists():
+        raise ValueError(f"{model} holds no model: a config.json and model.safetensors are expected")
+    network = AutoModelForImageClassification.from_pretrained(model).eval()
+    loaded = load_data(DataConfig(name=data, image_size=network.config.image_size, limit=max_images))
+    return adapt_to_data(network, loaded), Splits(loaded)
+
+
+def make_study(
+    model: Any, data: Data, *, teacher: Any = None, max_images: int = 256, seed: int = 0, **options: Any
+) -> Study:
+    """A study of at most `max_images` images of the test split (of val when there is none), drawn at random."""
+    split, name = (data.test, "test") if data.test is not None else (data.val, "validation")
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(len(split), generator=generator)[:max_images].sort().values
+    images, labels = split.fetch(rows)
+    sampling = f"{len(rows)} of {len(split)} {name} images, drawn at random with seed {seed}"
+    return Study(
+        model=model.eval(),
+        images=model_input(model, images),
+        labels=labels,
+        class_names=data.class_names,
+        teacher=teacher,
+        seed=seed,
+        sampling=sampling,
+        **options,
+    )
+
+
+def analyze(
+    model: str,
+    data: str,
+    *,
+    teacher: str | None = None,
+    only: Sequence[str] | None = None,
+    max_images: int = 256,
+    output: Path | None = None,
+) -> Path:
+    """The command: returns the path of the report."""
+    from odevit.model import OdeViTForImageClassification
+    from odevit.teachers import load_teacher
+
+    network, splits = load_for_analysis(model, data)
+    if not isinstance(network, OdeViTForImageClassification):
+        raise ValueError(f"{model} is a {type(network).__name__}, not an ODE-ViT; for a discrete ViT use: odevit audit")
+    teaching = load_teacher(teacher, image_size=network.config.image_size) if teacher else None
+    command = f"odevit analyze {model} --data {data}" + (f" --teacher {teacher}" if teacher else "")
+    command += f" --max-images {max_images}"
+    with progress_bars() as progress:
+        study = make_study(network, splits.data, teacher=teaching, max_images=max_images, progress=progress)
+        findings = run_analyses(only, study)
+    path = write_report(
+        findings,
+        output or Path("runs/report"),
+        title=f"ODE-ViT report: {Path(model).name}",
+        headline=headline(findings),
+        command=command,
+        meta={"model": model, "data": data, "images": study.sampling},
+        key_numbers=key_numbers(findings),
+    )
+    print(f"report: {path}")
+    return path
+
+
+def audit(
+    teacher: str, data: str, *, image_size: int | None = None, max_images: int = 256, output: Path | None = None
+) -> Path:
+    """The command: returns the path of the report."""
+    from odevit.analysis.audit import audit as examine
+    from odevit.data import prepare
+    from odevit.teachers import load_teacher
+
+    network = load_teacher(teacher, image_size=image_size)
+    loaded = load_data(DataConfig(name=data, image_size=network.image_size))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(len(loaded.train), generator=generator)[:max_images].sort().values
+    images = prepare(
+        loaded.train.fetch(rows)[0], network.image_size, network.mean or loaded.mean, network.std or loaded.std
+    )
+    with progress_bars() as progress:
+        findings = list(examine(network, images, progress=progress))
+    path = write_report(
+        findings,
+        output or Path("runs/audit"),
+        title=f"Is this ViT ODE-able? {Path(teacher).name}",
+        headline=[finding.text for finding in findings if finding.name.endswith("/verdict")] or [findings[0].text],
+        command=f"odevit audit {teacher} --data {data} --max-images {max_images}"
+        + (f" --image-size {image_size}" if image_size else ""),
+        meta={
+            "teacher": teacher,
+            "data": data,
+            "images": f"{len(rows)} of {len(loaded.train)} training images, seed 0",
+        },
+    )
+    print(f"report: {path}")
+    return path
+
+
+@contextmanager
+def progress_bars() -> Any:
+    """A callback (what, done, total) that draws one bar per analysis."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield progress
+
+
+def values_of(findings: Sequence[Finding]) -> dict[str, Any]:
+    return {finding.name: finding.value for finding in findings}
+
+
+def headline(findings: Sequence[Finding]) -> list[str]:
+    """What was found, in plain words: the sentence of the first finding of each analysis."""
+    first: dict[str, str] = {}
+    for finding in findings:
+        first.setdefault(finding.name.split("/")[0], finding.text)
+    return list(first.values())
+
+
+def key_numbers(findings: Sequence[Finding]) -> dict[str, Any] | None:
+    return None

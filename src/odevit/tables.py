@@ -1,0 +1,59 @@
+"""Numbers for people (tables) and for programs (JSON)."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_table(title: str, rows: Mapping[str, Any], headers: tuple[str, ...] = ()) -> None:
+    """One row per entry; a value that is a mapping has one column per header."""
+    table = Table(title=title, title_justify="left", show_header=bool(headers), title_style="bold")
+    table.add_column("")
+    for header in headers or ("",):
+        table.add_column(header, justify="right")
+    for name, value in rows.items():
+        cells = [value.get(header, "") for header in headers] if headers else [value]
+        table.add_row(name, *(cell if isinstance(cell, str) else readable(cell) for cell in cells))
+    Console().print(table)
+
+
+def readable(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def print_numbers(title: str, numbers: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(dict(numbers)))
+        return
+    shown = {k: f"{v:.2%}" if k.startswith("top") else v for k, v in numbers.items()}
+    print_table(title, shown)
+
+
+def print_info(name: str, numbers: Mapping[str, Any], as_json: bool) -> None:
+    """What `cost.describe` found."""
+    if as_json:
+        print(json.dumps({"model": name, **numbers}))
+        return
+    parameters, macs = numbers["parameters"], numbers["macs"]
+    bound = numbers["lipschitz_bound"]
+    print_table(
+        f"{name} at K = {numbers['num_steps']} ({numbers['solver']})",
+        {
+            "parameters, total": f"{parameters['total']:,} ({parameters['total'] / 1e6:.3f} M)",
+            "parameters, trainable": f"{parameters['trainable']:,}",
+            "parameters, field(s)": f"{parameters['blocks']:,}",
+            "multiply-accumulates, total": f"{macs['total'] / 1e9:.3f} G",
+            "multiply-accumulates, flow": f"{macs['flow'] / 1e9:.3f} G",
+            "bytes": f"{numbers['bytes']:,}",
+            "Lipschitz bound of the field": "none known for this attention" if bound is None else f"{bound:.1f}",
+        },
+    )
+    if bound is not None:
+        Console().print("[dim]The bound is local: at the tokens of one random image, per unit of time.[/]")
