@@ -98,6 +98,7 @@ def test_recovery_after_a_kill(tmp_path):
     for name in (".tmp-step-1", ".previous-best", ".previous-model", "model"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "from").write_text(name)
+    (tmp_path / ".tmp-result.json").write_text("{")
     recover_folders(tmp_path)
     assert {path.name: (path / "from").read_text() for path in tmp_path.iterdir()} == {
         "best": ".previous-best",  # had been moved away, its successor never arrived
@@ -131,7 +132,8 @@ def test_free_keys_exist(tmp_path):
 
     from odevit.checkpoint import _flatten
 
-    assert _flatten(tiny_recipe(tmp_path).to_dict()).keys() >= FREE_KEYS
+    own = {key for key in FREE_KEYS if not key.startswith("distill.")}  # the task's own keys are tested with it
+    assert _flatten(tiny_recipe(tmp_path).to_dict()).keys() >= own
 
 
 def test_versions_are_those_installed():

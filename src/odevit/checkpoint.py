@@ -27,7 +27,7 @@ TEMPORARY, PREVIOUS = ".tmp-", ".previous-"
 FREE_KEYS = {
     "output", "optim.epochs", "optim.steps", "optim.minutes", "optim.accumulate", "data.workers",
     "data.memory_limit_mb", "loop.checkpoint_every", "loop.checkpoint_minutes", "loop.keep", "loop.eval_batch_size",
-    "loop.tensorboard", "loop.compile", "loop.gradient_checkpointing",
+    "loop.tensorboard", "loop.compile", "loop.gradient_checkpointing", "distill.cache_folder",
 }  # fmt: skip
 
 
@@ -71,10 +71,22 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
+def write_file(target: Path, text: str) -> None:
+    """A small text file: whole or not at all."""
+    temporary = target.with_name(TEMPORARY + target.name)
+    temporary.write_text(text)
+    sync(temporary)
+    os.replace(temporary, target)
+    sync(target.parent)
+
+
 def recover_folders(parent: Path) -> None:
-    """Undo what a killed `write_folder` left in `parent`: half-written folders go, a moved-away one comes back."""
+    """Undo what a killed write left in `parent`: half-written things go, a moved-away folder comes back."""
     for path in parent.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
     for path in parent.glob(f"{PREVIOUS}*"):
         target = path.with_name(path.name.removeprefix(PREVIOUS))
         if target.exists():

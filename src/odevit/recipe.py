@@ -142,10 +142,10 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         return _plain(dataclasses.asdict(self))
 
-    def save(self, path: str | Path) -> None:
+    def to_yaml(self) -> str:
         import yaml
 
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
 
 def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from odevit.checkpoint import recover_folders
+from odevit.checkpoint import recover_folders, write_file
 from odevit.recipe import Recipe
 
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
@@ -41,7 +41,7 @@ def claim_folder(recipe: Recipe, accelerator: Any, *, resume: bool, overwrite: b
         for parent in (folder, folder / "checkpoints"):
             recover_folders(parent)
         if not (taken and resume):
-            recipe.save(folder / "recipe.yaml")
+            write_file(folder / "recipe.yaml", recipe.to_yaml())
     accelerator.wait_for_everyone()
     return folder
 
@@ -116,7 +116,7 @@ def _open_bar() -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%")
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.percentage:3.0f}%")
     times = TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[text]}")
     bar = Progress(*columns, *times, console=Console(stderr=True))
     bar.add_task("start", total=1.0, text="")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from odevit import checkpoint as ckpt
-from odevit.augment import Augment
+from odevit.augment import Augment, AugmentConfig
 from odevit.classifiers import adapt_to_data, build_classifier, quiet_transformers, save_classifier
-from odevit.data import Batch, Data, batches, derive_seed, load_data, num_batches
+from odevit.data import Batch, Data, Split, batches, derive_seed, load_data, num_batches
 from odevit.evaluation import evaluate, model_input, monitors
 from odevit.interruption import StopRequest, TrainingInterrupted, stop_request
 from odevit.objectives import Classification, LossModule, Objective, Terms
@@ -80,9 +80,10 @@ def fit(
     if recipe.task == "distill" and (model is None or objective is None):
         from odevit.distill import build
 
-        model, objective = build(recipe, data)
+        model, objective = build(recipe, data, device=accelerator.device)
     model = build_classifier(recipe.model, data, recipe.data) if model is None else adapt_to_data(model, data)
-    run = Run(recipe, model, objective or Classification(recipe.penalties), data, accelerator, folder, progress_bar)
+    objective = objective or Classification(recipe.penalties)
+    run = Run(recipe, model, objective, objective.training_data(data), accelerator, folder, progress_bar)
     try:
         if resume:
             load_run(run)
@@ -138,7 +139,7 @@ class Run:
         )
         self.model = accelerator.unwrap_model(self.module).model
         self.average = AveragedWeights(self.model, recipe.optim.ema) if recipe.optim.ema else None
-        self.augment = Augment(recipe.augment, len(data.class_names))
+        self.augment = Augment(AugmentConfig() if data.augmented else recipe.augment, len(data.class_names))
         self.store = ckpt.CheckpointStore(folder / "checkpoints", recipe.loop.keep)
         self.log = RunLog(folder, main=accelerator.is_main_process, bar=bar, tensorboard=recipe.loop.tensorboard)
         self.window = Window()
@@ -262,27 +263,29 @@ class Run:
         seconds, self.window_began = self.elapsed - self.window_began, self.elapsed
         speed = self.recipe.loop.log_every * self.recipe.optim.batch_size / max(seconds, 1e-9)
         self.log.timing({"step": self.step, "seconds": round(self.elapsed, 3), "images_per_second": round(speed, 1)})
-        shown = {"step": str(self.step), "loss": f"{means['loss']:.4f}"}
-        if means["top1"] is not None:
-            shown["acc"] = f"{means['top1']:.1%}"
-        if self.best is not None:
-            shown["val"] = f"{self.best['top1']:.2%}"
-        shown["images/s"] = f"{speed:.0f}"
-        if status["evaluations"] is not None:
-            shown["evaluations"] = str(status["evaluations"])
+        shown = {"step": f"{self.step}", "loss": f"{means['loss']:.4f}"}
+        shown |= {} if means["top1"] is None else {"acc": f"{means['top1']:.1%}"}
+        shown |= {} if self.best is None else {"best val": f"{self.best['top1']:.2%}"}
+        shown |= {"images/s": f"{speed:.0f}"}
+        shown |= {} if status["evaluations"] is None else {"evaluations/image": f"{status['evaluations']}"}
         self.log.show(progress, phase, shown)
 
     def evaluation_weights(self) -> Any:
         """A context in which the model holds the weights to evaluate and save: the averaged ones when they are on."""
         return self.average.swapped_in(self.model) if self.average is not None else nullcontext()
 
+    def evaluate(self, split: Split) -> dict[str, Any]:
+        size = self.recipe.loop.eval_batch_size
+        return evaluate(self.model, split, batch_size=size, accelerator=self.accelerator)
+
     def validate(self) -> None:
         """Evaluate on the validation split; the best weights so far are kept in best/."""
         began = self.elapsed
         with self.evaluation_weights():
-            scores = evaluate(
-                self.model, self.data.val, batch_size=self.recipe.loop.eval_batch_size, accelerator=self.accelerator
-            )
+            try:
+                scores = self.evaluate(self.data.val)
+            except NonFiniteStateError as error:
+                raise TrainingDivergedError(self.step, f"in validation, {error}", self.store.newest()) from error
             self.validated_at = self.step
             self.log.metrics({"kind": "val", "step": self.step, **scores})
             if self.best is None or scores["top1"] > self.best["top1"]:
@@ -316,10 +319,7 @@ class Run:
         """Select on validation, read the test split once, and write model/, result.json and curve.png."""
         seconds, selected = self.elapsed, self.use_best()
         split = "val" if self.data.test is None else "test"
-        scores = evaluate(
-            self.model, getattr(self.data, split), batch_size=self.recipe.loop.eval_batch_size,
-            accelerator=self.accelerator,
-        )  # fmt: skip
+        scores = self.evaluate(self.data.val if self.data.test is None else self.data.test)
         parameters = list(self.model.parameters())
         metrics = {
             **scores,
@@ -339,6 +339,6 @@ class Run:
         self.write_model(self.folder / "model", metrics)
         if self.accelerator.is_main_process:
             draw_curve(self.folder)
-            (self.folder / "result.json").write_text(json.dumps(metrics, indent=1))
+            ckpt.write_file(self.folder / "result.json", json.dumps(metrics, indent=1))
         self.log.say(f"{split} top-1 {scores['top1']:.2%} after {self.step} steps, {seconds:.0f} s: {self.folder}")
         return Result(self.model.eval(), metrics, self.folder)
