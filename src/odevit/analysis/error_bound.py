@@ -140,8 +140,11 @@ def _figure(counts: list[int], measured: Tensor, bounds: dict[str, Tensor]) -> "
     with figure_style():
         figure, axes = subplots(height=3.2)
         for index, (name, bound) in enumerate(bounds.items()):
+            middle = bound.median(dim=1).values
+            far = float(middle.max()) > BEYOND * float(measured.max())
+            x, y = ([], []) if far else (counts, middle.tolist())
             axes.plot(
-                counts, bound.median(dim=1).values.tolist(), color=color(index), marker="o", label=f"bound, {name}"
+                x, y, color=color(index), marker="o", label=f"bound, {name}" + (": beyond the plot" if far else "")
             )
         axes.plot(counts, measured.median(dim=1).values.tolist(), color=INK, marker="s", label="measured error")
         axes.fill_between(
