@@ -244,7 +244,9 @@ class Builder:
         left = sum((self.rows - self.rows_done) * column.row_bytes for column in self.columns.values())
         free = shutil.disk_usage(self.folder).free
         views = f" x {self.transform.views} views" if self.transform.views > 1 else ""
-        what = f"the teacher's path of {len(self.train)} images{views}, {self.kept} tokens a state"
+        what = (
+            f"the teacher's path of {len(self.train)} images{views}, {self.kept} token{'s' * (self.kept > 1)} a state"
+        )
         done = f", {self.rows_done / self.rows:.0%} of it there already" if self.rows_done else ""
         if left > free:
             raise ValueError(
@@ -305,7 +307,8 @@ def as_bytes(images: Tensor) -> Tensor:
 
 
 def _in_words(size: int) -> str:
-    return f"{size / 2**30:.1f} GB" if size >= 2**30 else f"{size / 2**20:.1f} MB"
+    power = 3 if size >= 1e9 else 2 if size >= 1e6 else 1
+    return f"{size / 1000**power:.1f} {' kMG'[power]}B"
 
 
 def _shown(steps: Any, total: int) -> Any:
