@@ -51,6 +51,10 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.losses if name not in LOSSES]
+        try:
+            self.losses = {name: float(weight) for name, weight in self.losses.items()}  # YAML reads 1e-3 as text
+        except (TypeError, ValueError):
+            raise ValueError(f"distill.losses must be numbers, got {self.losses}") from None
         if unknown or not any(self.losses.values()):
             raise ValueError(f"distill.losses: {unknown or 'nothing'}; give weights to some of {', '.join(LOSSES)}")
         choices = {"placement": tuple(PLACEMENTS), "layer_weights": LAYER_WEIGHTS, "cache": ("none", "cls", "all")}
