@@ -34,7 +34,7 @@ class OdeViTConfig(PreTrainedConfig):
     """
 
     model_type = "odevit"
-    keys_to_ignore_at_inference = ("hidden_states", "attentions", "evaluations")
+    keys_to_ignore_at_inference = ["hidden_states", "attentions", "evaluations"]  # noqa: RUF012 (Trainer wants a list)
 
     image_size: int = 224
     patch_size: int = 16
@@ -77,6 +77,7 @@ class OdeViTConfig(PreTrainedConfig):
             if getattr(self, name) not in registry:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(registry)}")
         check_solver(self.solver)
+        self._check_numbers()
         Grid(self.num_steps, float(self.horizon), self.num_fields)  # raises on impossible step counts
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
@@ -88,12 +89,24 @@ class OdeViTConfig(PreTrainedConfig):
                 f"patch_size must divide image_size: {self.patch_size} does not divide {self.image_size}; "
                 f"use image_size={round(self.image_size / self.patch_size) * self.patch_size or self.patch_size}"
             )
-        for name in ("depth", "horizon", "num_fields", "num_channels", "mlp_ratio"):
+        super().__post_init__(**kwargs)
+
+    def _check_numbers(self) -> None:
+        positive = ("image_size", "patch_size", "num_channels", "hidden_size", "num_attention_heads", "mlp_ratio")
+        for name in (*positive, "depth", "horizon", "num_fields"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.num_registers < 0:
+            raise ValueError(f"num_registers must be 0 or more, got {self.num_registers}")
         if self.spectral_cap is not None and self.spectral_cap <= 0:
             raise ValueError(f"spectral_cap must be positive or None, got {self.spectral_cap}")
-        super().__post_init__(**kwargs)
+        for name in ("dropout", "drop_path"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        for name in ("image_mean", "image_std"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.num_channels:
+                raise ValueError(f"{name} needs one value per channel ({self.num_channels}), got {values}")
 
     @property
     def grid(self) -> tuple[int, int]:

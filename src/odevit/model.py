@@ -3,6 +3,7 @@
 Shapes: b batch, n = 1 + M + R tokens [CLS | M patches | R registers], d width, h heads, K steps.
 """
 
+import copy
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification, PreTrainedModel
-from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.utils import ModelOutput
 
 from odevit.config import OdeViTConfig
 from odevit.field import VectorField
+from odevit.image_processor import OdeViTImageProcessor
 from odevit.layers import NORMS, TOKENIZERS, CenterNorm, interpolate_positions
 from odevit.lipschitz import cap_spectral_norms_, spectral_init_
 from odevit.solvers import Evaluations, Grid, Solution, solve
@@ -50,7 +51,7 @@ class OdeViTPreTrainedModel(PreTrainedModel):
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ("VectorField",)
+    _no_split_modules = ["VectorField"]  # noqa: RUF012 (the type transformers declares)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -76,44 +77,49 @@ class OdeViTPreTrainedModel(PreTrainedModel):
         return cls(OdeViTConfig.from_preset(name, **overrides))
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any
+    ) -> Any:
         """As in transformers, and: `image_size=S` interpolates the positions; missing or corrupt weights are errors."""
-        path, config = pretrained_model_name_or_path, kwargs.pop("config", None)
+        path, config = pretrained_model_name_or_path, copy.deepcopy(kwargs.pop("config", None))
         hub = {k: kwargs[k] for k in ("revision", "cache_dir", "token", "subfolder", "local_files_only") if k in kwargs}
         wanted = kwargs.pop("image_size", config.image_size if config is not None else None)
-        stored = OdeViTConfig.from_pretrained(path, **hub).image_size
+        stored = OdeViTConfig.from_pretrained(path, **hub)
         if config is not None:
-            config.image_size = stored
+            config.image_size = stored.image_size
         want_info = kwargs.pop("output_loading_info", False)
         try:
-            model, info = super().from_pretrained(path, *args, config=config, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(path, *args, config=config, output_loading_info=True, **kwargs)
         except Exception as error:
             if type(error).__name__ == "SafetensorError":
                 raise OSError(
                     f"the weights in {path} are corrupt or incomplete ({error}); copy or save them again"
                 ) from error
             raise
-        missing = sorted(key for key in info["missing_keys"] if not key.startswith("classifier."))
+        model, info = loaded
+        missing = sorted(info["missing_keys"])
+        if stored.architectures == ["OdeViTModel"] and cls is not OdeViTModel:  # a flow without a head gets a new one
+            missing = [key for key in missing if key.startswith(f"{cls.base_model_prefix}.")]
         if missing:
-            raise OSError(
-                f"the weights in {path} lack {len(missing)} tensors of this model: {', '.join(missing[:5])}, …"
-            )
-        model.resize_images(wanted or stored)
+            names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+            raise OSError(f"the weights in {path} lack {len(missing)} tensor(s) of this model: {names}")
+        model.resize_images(wanted or stored.image_size)
         return (model, info) if want_info else model
 
     def resize_images(self, image_size: int) -> None:
         """Serve another image size from now on: interpolates the positions, once, and updates the config."""
-        base: OdeViTModel = getattr(self, self.base_model_prefix, self)  # type: ignore[assignment]
+        base: Any = getattr(self, self.base_model_prefix, self)
         if image_size == base.config.image_size:
             return
         old_grid = base.config.grid
         self.config = base.config = OdeViTConfig(**{**base.config.to_dict(), "image_size": image_size})
-        base.positions = nn.Parameter(interpolate_positions(base.positions.detach(), old_grid, base.config.grid))
+        positions = interpolate_positions(base.positions.detach(), old_grid, base.config.grid)
+        base.positions = nn.Parameter(positions, requires_grad=base.positions.requires_grad)
 
-    def image_processor(self) -> ViTImageProcessorPil:
+    def image_processor(self) -> OdeViTImageProcessor:
         """The processor that resizes and normalises as this model expects."""
         size, neutral = self.config.image_size, [0.5] * self.config.num_channels
-        return ViTImageProcessorPil(
+        return OdeViTImageProcessor(
             size={"height": size, "width": size},
             resample=3,  # bicubic
             image_mean=self.config.image_mean or neutral,
@@ -246,7 +252,7 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
         super().__init__(config)
         self.odevit = OdeViTModel(config)
         self.norm = NORMS[config.final_norm](config.hidden_size, config.layer_norm_eps)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]
         self.post_init()
 
     @classmethod
@@ -290,4 +296,4 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
 AutoConfig.register("odevit", OdeViTConfig)
 AutoModel.register(OdeViTConfig, OdeViTModel)
 AutoModelForImageClassification.register(OdeViTConfig, OdeViTForImageClassification)
-AutoImageProcessor.register(OdeViTConfig, image_processor_classes={"pil": ViTImageProcessorPil})
+AutoImageProcessor.register(OdeViTConfig, image_processor_classes={"pil": OdeViTImageProcessor})
