@@ -178,6 +178,15 @@ def test_collocation_estimates_the_sum_over_layers_with_one_evaluation_an_image(
     assert loss == pytest.approx(expected, rel=0.05)
 
 
+def test_a_leg_across_two_phases_belongs_to_the_field_that_starts_it():
+    model = tiny_student(num_fields=2, num_steps=2)
+    model.config.checkpoint_times = [1.0]
+    collocation_loss(model, [torch.randn(3, 5, 16), torch.randn(3, 5, 16)], torch.ones(1, 5), 2).backward()
+    first, second = model.odevit.fields
+    assert all(parameter.grad is not None for parameter in first.parameters())
+    assert all(parameter.grad is None for parameter in second.parameters())
+
+
 def test_collocation_with_fewer_steps_than_layers_skips_layers():
     model = tiny_student(num_registers=0, num_steps=2, depth=4).double()
     model.config.checkpoint_times = uniform_times(4)
