@@ -146,7 +146,7 @@ def step_flops(step: Callable[[], Any]) -> tuple[int, Counter[Shape]]:
 
 
 class MatrixMultiplies:
-    """Plain multiplies of given shapes. Called, it gives the seconds of all of them; each shape is timed `repeats` times."""
+    """Plain multiplies of given shapes. Called, it gives the seconds of all of them."""
 
     def __init__(self, counts: Counter[Shape], clock: Callable[[], float], repeats: int):
         self.counts, self.clock, self.repeats = counts, clock, repeats

@@ -1,39 +1,61 @@
-"""Two gloo processes against one: same losses, one checkpoint, and resuming at the other world size."""
+"""Two gloo processes under torchrun against one: same losses, one checkpoint, and resuming at the other world size."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from distributed_script import Stop, distributed_recipe, stop_after
 from safetensors.torch import load_file
+from tiny_runs import tiny_recipe
 
-from odevit import train
+from odevit.recipe import Recipe
 from odevit.runlog import read_metrics
 from odevit.train import fit
+
+
+def distributed_recipe(folder: Path) -> Recipe:
+    return tiny_recipe(
+        folder, optim={"steps": 20, "accumulate": 2, "ema": 0.9}, augment={"mixup": 0.2}, loop={"log_every": 1}
+    )
+
+
+def start_torchrun(*arguments: str) -> subprocess.Popen:
+    """`torchrun --standalone --nproc_per_node 2 -m odevit train …`"""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "odevit"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, "train", *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(process: subprocess.Popen) -> None:
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors[-3000:]
+
+
+def copy_as_of_step_15(run: Path, folder: Path) -> None:
+    """A run folder as a kill after the checkpoint of step 15 leaves it."""
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "checkpoints" / "step-00000020")
+    shutil.rmtree(folder / "model")
+    (folder / "result.json").unlink()
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(distributed_recipe(folder / "two").to_yaml())
+    two = start_torchrun(str(recipe))
     fit(distributed_recipe(folder / "one"), progress_bar=False)
-    original = train.Run.train_step
-    stop_after(7)
-    with pytest.raises(Stop):
-        fit(distributed_recipe(folder / "one-then-two"), progress_bar=False)
-    train.Run.train_step = original
-    script = Path(__file__).with_name("distributed_script.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("stopped") == 2
+    copy_as_of_step_15(folder / "one", folder / "one-then-two")
+    one_then_two = start_torchrun(str(recipe), "--set", f"output={folder / 'one-then-two'}", "--resume")
+    wait_for(two)
+    copy_as_of_step_15(folder / "two", folder / "two-then-one")
     fit(distributed_recipe(folder / "two-then-one"), resume=True, progress_bar=False)
+    wait_for(one_then_two)
     return folder
 
 
@@ -59,7 +81,8 @@ def test_same_weights_and_result(name, runs):
 
 
 def test_one_set_of_checkpoints(runs):
-    for name in ("one", "two"):
-        assert [p.name for p in sorted((runs / name / "checkpoints").iterdir())] == ["step-00000015", "step-00000020"]
-    state = torch.load(runs / "two" / "checkpoints" / "step-00000020" / "state.pt", weights_only=True)
-    assert len(state["random"]) == 2  # one set of generators per process
+    for name, processes in (("one", 1), ("two", 2), ("one-then-two", 2), ("two-then-one", 1)):
+        checkpoints = runs / name / "checkpoints"
+        assert [p.name for p in sorted(checkpoints.iterdir())] == ["step-00000015", "step-00000020"]
+        state = torch.load(checkpoints / "step-00000020" / "state.pt", weights_only=True)
+        assert len(state["random"]) == processes  # one set of generators per process
