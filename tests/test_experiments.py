@@ -1,0 +1,88 @@
+"""Experiments: each committed script runs on a toy budget, and what it concludes follows from its numbers."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "experiments"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def contraction() -> ModuleType:
+    return script("contraction_hypothesis")
+
+
+def test_contraction_hypothesis_runs(contraction: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    report = contraction.main(["--quick", "--output", str(tmp_path)])
+    assert report["verdict"] in capsys.readouterr().out
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == report["rows"]
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    rows: dict[str, list] = {}
+    for row in report["rows"]:
+        rows.setdefault(row["family"], []).append(row)
+        assert row["certified"] <= row["agreement"]  # a certificate is never wrong
+    assert set(rows) == {"head scale", "small features", "quiet directions", "unused direction", "expansion", "budget"}
+    assert report["certified_images_that_disagree"] == 0
+    base = rows["head scale"][1]
+    for scaled in rows["head scale"]:  # the radius is a length in state space
+        assert scaled["radius"] == pytest.approx(base["radius"], rel=1e-4)
+        assert scaled["agreement"] == base["agreement"]
+    radii = [row["radius"] for row in rows["unused direction"]]
+    assert radii[-1] < 0.05 * base["radius"]
+    assert radii == sorted(radii, reverse=True)
+    assert all(abs(row["agreement"] - base["agreement"]) < 0.01 for row in rows["unused direction"])
+    for family in ("small features", "quiet directions"):  # one student: the head is all that differs
+        assert all(row["distance"] == pytest.approx(base["distance"]) for row in rows[family])
+    assert rows["budget"][-1]["agreement"] == base["agreement"]
+
+
+def test_rank_correlation(contraction: ModuleType) -> None:
+    x = torch.tensor([1.0, 2, 3, 4])
+    assert contraction.rank_correlation(x, -x.exp()) == pytest.approx(-1)
+    assert contraction.rank_correlation(x, torch.tensor([1.0, 1, 2, 2])) == pytest.approx(0.8944, abs=1e-4)
+    assert contraction.rank_correlation(x, torch.ones(4)) is None
+
+
+def test_the_refitted_head_leaves_out_the_first_directions(contraction: ModuleType) -> None:
+    """Two classes told apart along the second largest direction: read from q = 0 and q = 1 on, not from q = 2 on."""
+    torch.manual_seed(0)
+    labels = torch.arange(400) % 2
+    cls = torch.randn(400, 5) * torch.tensor([10.0, 0.1, 0.1, 0.1, 0.1])
+    cls[:, 1] += labels
+    for first, reads in ((0, True), (1, True), (2, False)):
+        weight, bias = contraction.refitted_head(cls, labels, first)
+        right = ((cls @ weight.T + bias).argmax(dim=1) == labels).double().mean()
+        normal = torch.nn.functional.normalize(weight[1] - weight[0], dim=0)
+        assert (right > 0.9, abs(normal[1]) > 0.9) == (reads, reads)
+        assert abs(normal[0]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "agreement", "words"), [(3.0, 0.95, "not as 'only if'"), (3.0, 0.5, "nothing here contradicts")]
+)
+def test_the_verdict_follows_the_numbers(contraction: ModuleType, ratio: float, agreement: float, words: str) -> None:
+    same = torch.arange(100) < 100 * agreement
+    row = contraction.Row("budget", "1 step", 0.9, 1.0, ratio, ratio, 0.0, agreement, 0.1)
+    result = contraction.conclude([(row, {"ratio": torch.full((100,), ratio), "same": same})])
+    assert words in result["verdict"]
+    bins = result["agreement_by_ratio"]["budget"]
+    assert [entry["images"] for entry in bins] == [0, 0, 0, 100, 0, 0, 0]
+    assert bins[3]["agreement"] == pytest.approx(agreement)
+    inside = torch.full((100,), 0.5)
+    broken = contraction.conclude([(row, {"ratio": inside, "same": same})])
+    assert broken["certified_images_that_disagree"] == 100 - int(same.sum())
+    assert "BROKEN" in broken["verdict"]
