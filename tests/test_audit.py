@@ -196,6 +196,7 @@ def test_every_family_is_audited(family: str) -> None:
     assert len(findings[2].value["CLS"]["velocity"]) == teacher.depth
     assert len(findings[2].value["patches"]["turning"]) == teacher.depth - 1
     assert all(finding.figure is not None for finding in findings[1:3])
+    assert "-" not in findings[0].text.split("movement")[0]  # worse than standing still is told as 0 %
     json.dumps([finding.value for finding in findings])
 
 

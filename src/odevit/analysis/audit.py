@@ -145,9 +145,9 @@ def verdict_finding(
     }
     starts = ", ".join(map(str, fits[fields - 1].starts))
     text = (
-        f"On images not used for fitting, one autonomous field explains {one:.0%} of the movement of {depth} layers, "
-        f"one field per layer {1 - fits[-1].residual:.0%} (a fixed increment per layer, blind to the image: "
-        f"{constant:.0%}). "
+        f"On images not used for fitting, one autonomous field explains {max(0.0, one):.0%} of the movement of {depth} "
+        f"layers, one field per layer {max(0.0, 1 - fits[-1].residual):.0%} (a fixed increment per layer, blind to "
+        f"the image: {max(0.0, constant):.0%}). "
     )
     if best < WEAK:
         text += (
