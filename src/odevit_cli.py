@@ -66,7 +66,12 @@ def info(
 
 
 @app.command()
-def train(recipe: Annotated[Path, typer.Argument(help="YAML file.")], set_: Override = None, resume: Resume = False, overwrite: Overwrite = False) -> None:  # fmt: skip
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML file.")],
+    set_: Override = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+) -> None:
     """Train an ODE-ViT, or fine-tune any Hugging Face image classifier, as a recipe says."""
     from odevit.recipe import Recipe
     from odevit.train import fit

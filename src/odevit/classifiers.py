@@ -68,10 +68,12 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def save_classifier(model: Any, folder: Path) -> None:
-    """`save_pretrained`, with the image processor beside the weights, so that `pipeline` can load the folder."""
+def save_classifier(model: Any, folder: Path, state: dict[str, Any] | None = None) -> None:
+    """`save_pretrained`, with the image processor beside the weights, so that `pipeline` can load the folder.
+
+    state: the weights to save; default: the model's own."""
     with quiet_transformers():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=state)
     if not isinstance(model, OdeViTForImageClassification):
         from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 

@@ -69,6 +69,7 @@ class LoopConfig:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"  # auto: bf16 on GPUs that have it, else no
     gradient_checkpointing: bool = False  # recompute each solver step in the backward pass: less memory, slower
     compile: bool = False  # torch.compile of each field
+    fsdp: bool = False  # split the model among torchrun's processes (FSDP2) instead of a copy each: for large teachers
     step_schedule: list[tuple[float, int]] = field(default_factory=list)  # [[from progress, solver steps], …]
     monitor_every: int = 0  # spectral norms (one SVD per matrix) and top Lyapunov exponent of 4 images; 0 = off
     tensorboard: bool = False

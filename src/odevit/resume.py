@@ -7,6 +7,7 @@ import torch
 
 from odevit.checkpoint import check_same_recipe, library_versions, random_state, set_random_state
 from odevit.data import derive_seed
+from odevit.sharding import gathered, load_model_state, load_optimizer_state
 
 if TYPE_CHECKING:
     from odevit.train import Run
@@ -17,12 +18,13 @@ def save_run(run: "Run") -> None:
     from accelerate.utils import gather_object
 
     generators, window = gather_object([random_state()]), run.window.shared(run.accelerator)
+    model_state, optimizer_states = gathered(run.model.state_dict()), gathered([o.state_dict() for o in run.optimizers])
     if run.accelerator.is_main_process:
         epoch, step_in_epoch = divmod(run.step, run.steps_per_epoch)
         state = {
-            "model": run.model.state_dict(),
+            "model": model_state,
             "average": run.average.values if run.average is not None else {},
-            "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+            "optimizers": optimizer_states,
             "random": generators,
         }
         meta = {
@@ -49,11 +51,11 @@ def load_run(run: "Run") -> None:
     state, meta = found
     check_same_recipe(meta["recipe"], run.recipe.to_dict())
     rank, main = run.accelerator.process_index, run.accelerator.is_main_process
-    run.model.load_state_dict(state["model"])
+    load_model_state(run.model, state["model"])
     if run.average is not None:
         run.average.load(state["average"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+        load_optimizer_state(optimizer, saved)
     if rank < len(state["random"]):
         set_random_state(state["random"][rank])
     else:  # more processes than before

@@ -147,17 +147,29 @@ def progress_bars() -> Any:
         yield progress
 
 
-def values_of(findings: Sequence[Finding]) -> dict[str, Any]:
-    return {finding.name: finding.value for finding in findings}
+# Findings whose sentences open the report, in this order.
+OPENING = ("comparison/side_by_side", "contraction/agreement", "lyapunov/top", "stability/path", "robustness/verdict")
 
 
 def headline(findings: Sequence[Finding]) -> list[str]:
-    """What was found, in plain words: the sentence of the first finding of each analysis."""
-    first: dict[str, str] = {}
-    for finding in findings:
-        first.setdefault(finding.name.split("/")[0], finding.text)
-    return list(first.values())
+    """What was found, in plain words: the findings' own sentences, the most important first."""
+    texts = {finding.name: finding.text for finding in findings}
+    chosen = [texts[name] for name in OPENING if name in texts]
+    return chosen or [finding.text for finding in findings[:1]]
 
 
 def key_numbers(findings: Sequence[Finding]) -> dict[str, Any] | None:
-    return None
+    """The row of numbers under the headline; None leaves the choice to the report."""
+    values = {finding.name: finding.value for finding in findings}
+    numbers: dict[str, Any] = {}
+    for label, name, key, form in (
+        ("agreement with the teacher", "contraction/agreement", "observed", ".1%"),
+        ("of this certain", "contraction/agreement", "certified", ".1%"),
+        ("mean top Lyapunov exponent", "lyapunov/top", "mean", ".3f"),
+        ("states where the field contracts", "stability/path", "share_contracting", ".0%"),
+        ("accuracy at the training setting", "robustness/verdict", "training_accuracy", ".1%"),
+    ):
+        value = (values.get(name) or {}).get(key)
+        if value is not None:
+            numbers[label] = format(value, form)
+    return numbers or None

@@ -32,6 +32,7 @@ from odevit.optimization import (
 from odevit.recipe import Recipe
 from odevit.resume import load_run, save_run
 from odevit.runlog import RunLog, Window, claim_folder, draw_curve
+from odevit.sharding import check_shardable, gathered, load_model_state, shard_
 from odevit.solvers import NonFiniteStateError
 
 __all__ = ["Classification", "LossModule", "Objective", "Result", "Terms", "TrainingDivergedError", "evaluate", "fit"]
@@ -134,10 +135,13 @@ class Run:
         if recipe.loop.compile:
             for part in model.odevit.fields if hasattr(model, "odevit") else [model]:
                 part.compile()
-        self.module, *self.optimizers = accelerator.prepare(
-            LossModule(model.train(), objective), *build_optimizers(model, recipe.optim)
-        )
-        self.model = accelerator.unwrap_model(self.module).model
+        if recipe.loop.fsdp:
+            check_shardable(recipe)
+            shard_(model.to(accelerator.device))
+        # what is split already gets only its mixed precision from accelerate, not DDP
+        self.module = accelerator.prepare_model(LossModule(model.train(), objective), evaluation_mode=recipe.loop.fsdp)
+        self.optimizers = [accelerator.prepare_optimizer(o) for o in build_optimizers(model, recipe.optim)]
+        self.model = model
         self.average = AveragedWeights(self.model, recipe.optim.ema) if recipe.optim.ema else None
         self.augment = Augment(AugmentConfig() if data.augmented else recipe.augment, len(data.class_names))
         self.store = ckpt.CheckpointStore(folder / "checkpoints", recipe.loop.keep)
@@ -228,7 +232,7 @@ class Run:
                 accelerator.backward(total * (share * accelerator.num_processes))  # DDP averages over processes
             loss += share * float(total.detach())
             self.window.add(terms, piece[1], share)
-        norm = float(accelerator.clip_grad_norm_(self.module.parameters(), config.clip or math.inf))
+        norm = float(gathered(accelerator.clip_grad_norm_(self.module.parameters(), config.clip or math.inf)))
         # with a loss scaler (fp16) single infinite gradients are expected, and their steps are skipped
         if not math.isfinite(loss) or (accelerator.scaler is None and not math.isfinite(norm)):
             what = f"the loss is {loss:g}, the norm of its gradient {norm:g}"
@@ -300,8 +304,10 @@ class Run:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def write_model(self, target: Path, facts: dict[str, Any]) -> None:
+        state = gathered(self.model.state_dict())
+
         def write(folder: Path) -> None:
-            save_classifier(self.model, folder)
+            save_classifier(self.model, folder, state)
             (folder / "selected.json").write_text(json.dumps(facts))
 
         if self.accelerator.is_main_process:
@@ -312,7 +318,7 @@ class Run:
         """Load the weights that were best on the validation split; returns what is known of them."""
         with quiet_transformers():
             best = type(self.model).from_pretrained(self.folder / "best")
-        self.model.load_state_dict(best.state_dict())
+        load_model_state(self.model, best.state_dict())
         return json.loads((self.folder / "best" / "selected.json").read_text())
 
     def finish(self) -> Result:

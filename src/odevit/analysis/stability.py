@@ -18,9 +18,7 @@ from odevit.solvers import Grid
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PATH_IMAGES = 16  # images whose whole path is measured: about 100 Jacobian products for each of their states
 PATH_STATES = 9  # at most this many states along the path
-RADIUS_IMAGES = 32  # images that are certified and attacked
 RADIUS_BATCH = 8  # of them at once: an exact Jacobian takes memory quadratic in the state
 
 
@@ -60,12 +58,16 @@ def path_measures(model: Any, images: Tensor, *, states: int = PATH_STATES) -> P
 
 @register_analysis("stability", summary="How steep is the field, does it contract, and how far may an image move?")
 def run(study: Study) -> Iterator[Finding]:
-    """Spectral norms of every weight, bounds and measured norms along the path, certified radii against an attack."""
+    """Spectral norms of every weight, bounds and measured norms along the path, certified radii against an attack.
+
+    Options: path_images (about 100 Jacobian products for each of their states), radius_images (certified and attacked).
+    """
+    options = study.settings("stability", path_images=16, radius_images=32)
     yield _weights(study.model)
     with torch.no_grad(), parametrize.cached():
-        measures = path_measures(study.model, study.images[:PATH_IMAGES])
+        measures = path_measures(study.model, study.images[study.spread(options["path_images"])])
     yield _path(study.model, measures)
-    yield _radius(study)
+    yield _radius(study, study.images[study.spread(options["radius_images"])])
 
 
 def _weights(model: Any) -> Finding:
@@ -101,17 +103,17 @@ def _path(model: Any, measures: PathMeasures) -> Finding:
     return Finding("stability/path", value, "The Jacobian along the path", text, _curves(measures, depth))
 
 
-def _radius(study: Study) -> Finding:
+def _radius(study: Study, images: Tensor) -> Finding:
     name, title = "stability/radius", "How far may an image move?"
     try:
         check_certifiable(study.model)
     except ValueError as reason:
         return Finding(name, None, title, f"Not computed: {reason}.")
-    images, parts, found = study.images[:RADIUS_IMAGES], [], []
+    parts, found = [], []
     for batch in images.split(RADIUS_BATCH):
         parts.append(certify(study.model, batch))
         found.append(attack(study.model, batch, seed=study.seed))
-        study.progress("certified radius", RADIUS_BATCH * len(parts), len(images))
+        study.progress("certified radius", min(RADIUS_BATCH * len(parts), len(images)), len(images))
     radius, estimate = (torch.cat([getattr(part, key) for part in parts]) for key in ("radius", "first_order"))
     attacked = torch.cat(found).double()
     above = int((radius > attacked).sum())
