@@ -1,12 +1,12 @@
 """A run that was killed anywhere and resumed equals, bit for bit, the run that was not."""
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from child_processes import start_child, wait_for_child
 from safetensors.torch import load_file
 from tiny_runs import stateful_recipe, tiny_recipe
 
@@ -14,24 +14,13 @@ from odevit import checkpoint, train
 from odevit.checkpoint import CheckpointStore
 from odevit.train import fit
 
-# Children come from a server that has imported everything and computed nothing: cheap, and safe to kill.
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(
-    ["odevit.train", "odevit.model", "accelerate", "sklearn.datasets", "matplotlib.figure"]
-)
-
 
 def run_child(folder: Path, sabotage: tuple = (), resume: bool = False) -> int:
     """Run the recipe in a process of its own; its exit code, negative for a signal."""
-    child = processes.Process(target=_child, args=(folder, sabotage, resume))
-    child.start()
-    child.join(120)
-    assert child.exitcode is not None, "the child hangs"
-    return child.exitcode
+    return wait_for_child(start_child(_child, folder, sabotage, resume))
 
 
 def _child(folder: Path, sabotage: tuple, resume: bool) -> None:
-    torch.set_num_threads(1)
     if sabotage:
         SABOTAGES[sabotage[0]](*sabotage[1:])
     fit(stateful_recipe(folder), resume=resume, progress_bar=False)

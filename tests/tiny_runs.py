@@ -29,5 +29,5 @@ def stateful_recipe(folder: Path) -> Recipe:
         folder,
         model={"dropout": 0.1, "drop_path": 0.1},
         optim={"name": "muon", "ema": 0.9, "label_smoothing": 0.1},
-        augment={"mixup": 0.2},
+        augment={"crop": 1, "flip": True, "mixup": 0.2},
     )

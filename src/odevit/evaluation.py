@@ -44,8 +44,10 @@ def evaluate(
     counts = torch.zeros(5, dtype=torch.float64)  # right at 1, 3, 5; summed loss; images
     with eval_mode(model):
         for batch in batches(split, -(-batch_size // world) * world, shuffle=False, rank=rank, world_size=world):
-            # also on none of the last batch's images: the weights may be split, and gathered by all together
-            logits = model(model_input(model, batch.images.to(device)), **options).logits.float().cpu()
+            count = len(batch.labels)
+            # without a share of the last batch, one blank image: split weights are gathered by all processes together
+            images = batch.images if count else batch.images.new_zeros(1, *batch.images.shape[1:])
+            logits = model(model_input(model, images.to(device)), **options).logits[:count].float().cpu()
             counts += _count(logits, batch.labels)
     right1, right3, right5, loss, count = (
         accelerator.reduce(counts.to(accelerator.device)) if world > 1 else counts

@@ -38,7 +38,8 @@ def shard_(model: nn.Module) -> None:
         for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
             for block in blocks:
                 fully_shard(block)
-    fully_shard(model)
+    empty = {parameter for parameter in model.parameters() if parameter.numel() == 0}  # no registers
+    fully_shard(model, ignored_params=empty)
 
 
 def gathered(state: Any) -> Any:

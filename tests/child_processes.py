@@ -1,0 +1,48 @@
+"""Children from a server that has imported everything and computed nothing: cheap, and safe to kill."""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+processes = multiprocessing.get_context("forkserver")
+preload = "odevit_cli odevit.train odevit.model accelerate kornia.augmentation sklearn.datasets matplotlib.figure"
+processes.set_forkserver_preload([*preload.split(), "torch.distributed.fsdp", "child_processes"])
+
+
+def start_child(target: Callable[..., None], *arguments: Any) -> Any:
+    child = processes.Process(target=_on_one_thread, args=(target, *arguments))
+    child.start()
+    return child
+
+
+def wait_for_child(child: Any) -> int:
+    """Its exit code, negative for a signal."""
+    child.join(120)
+    assert child.exitcode is not None, "the child hangs"
+    return child.exitcode
+
+
+def _on_one_thread(target: Callable[..., None], *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    target(*arguments)
+
+
+def start_pair(arguments: Sequence[str]) -> list[Any]:
+    """`odevit …` in two processes with the environment that torchrun gives them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [start_child(_ranked, rank, port, ["odevit", *arguments]) for rank in range(2)]
+
+
+def _ranked(rank: int, port: int, arguments: list[str]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    sys.argv = arguments
+    runpy.run_module("odevit", run_name="__main__")
