@@ -18,7 +18,7 @@ from odevit.checkpoint import CheckpointError, CheckpointStore
 from odevit.data import DataConfig, load_data
 from odevit.evaluation import evaluate, model_input
 from odevit.objectives import Classification, Terms, transport_cost
-from odevit.recipe import PenaltyConfig
+from odevit.recipe import PenaltyConfig, Recipe, override
 from odevit.runlog import read_metrics
 from odevit.solvers import Grid
 from odevit.train import TrainingDivergedError, fit
@@ -145,15 +145,18 @@ def test_clipping_clips(tmp_path, data):
     assert all(norm > 0.01 for norm in reported)  # before clipping
 
 
-@pytest.mark.parametrize("change", ["accumulate", "gradient_checkpointing"])
-def test_saving_memory_does_not_change_the_numbers(change, tmp_path, data):
-    plain = fit(tiny_recipe(tmp_path / "a", optim={"steps": 8}), data=data, progress_bar=False)
-    recipe = tiny_recipe(tmp_path / "b", optim={"steps": 8})
-    recipe.optim.accumulate = 3 if change == "accumulate" else 1
-    recipe.loop.gradient_checkpointing = change == "gradient_checkpointing"
-    other = fit(recipe, data=data, progress_bar=False)
-    for name, value in plain.model.state_dict().items():
-        torch.testing.assert_close(other.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+@pytest.fixture(scope="module")
+def plain_weights(tmp_path_factory, data):
+    recipe = tiny_recipe(tmp_path_factory.mktemp("plain"), optim={"steps": 8})
+    return fit(recipe, data=data, progress_bar=False).model.state_dict()
+
+
+@pytest.mark.parametrize("change", ["optim.accumulate=3", "loop.gradient_checkpointing=true", "loop.compile=true"])
+def test_saving_memory_and_time_does_not_change_the_numbers(change, tmp_path, data, plain_weights):
+    values = override(tiny_recipe(tmp_path, optim={"steps": 8}).to_dict(), [change])
+    other = fit(Recipe.from_dict(values), data=data, progress_bar=False).model
+    for name, value in plain_weights.items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_step_schedule_and_its_evaluations(tmp_path, data):
