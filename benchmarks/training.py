@@ -12,7 +12,7 @@ All candidates take turns in every round; a ratio is the median over rounds of t
 machine favours none of them. On one thread the clock is the CPU time of this process, otherwise it is the wall clock.
 Memory is what torch's allocator handed out at its peak during one step, beyond what was held before it (the model, its
 gradients and the optimiser's moments): exact and repeatable. The resident size of the process agrees with it when large
-blocks go back to the system at once (MALLOC_MMAP_THRESHOLD_=65536); with glibc's defaults its heap keeps some 250 MiB of
+blocks go back to the system at once (MALLOC_MMAP_THRESHOLD_=65536); with glibc's defaults its heap keeps 250 MiB of
 holes beside that, whatever the model, and the ratio of resident sizes is then nearer to 0.4.
 """
 
