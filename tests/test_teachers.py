@@ -1,6 +1,6 @@
 """Teachers on tiny random models: the contract of every family, and what is particular to each.
 
-The families of timm and torchvision are tested in tests/timm, which needs these libraries.
+The families of timm and torchvision are tested in tests/with_timm, which needs these libraries.
 """
 
 import copy
@@ -24,7 +24,7 @@ class TestEveryFamily(TeacherContract):
         try:
             return randomise(TEACHERS[request.param].example(**SIZES))
         except (ImportError, RuntimeError) as error:
-            pytest.skip(f"{request.param} cannot be imported here ({error}); tests/timm runs its contract")
+            pytest.skip(f"{request.param} cannot be imported here ({error}); tests/with_timm runs its contract")
 
 
 @pytest.mark.parametrize("family", HUGGING_FACE)

@@ -17,15 +17,18 @@ from odevit.tables import print_table
 from odevit.teachers import Teacher, load_teacher, tiny_teacher
 from odevit.train import Result, fit
 
-# What `odevit distill --teacher … --data …` does without a recipe; docs/RESULTS.md says how it was found.
+# What `odevit distill --teacher … --data …` does without a recipe.
 DEFAULT: dict[str, Any] = {
     "task": "distill",
     "output": "runs/distill",
     "model": {"mlp_ratio": 4, "num_registers": 4},
-    "augment": {"flip": True},
-    "optim": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05, "epochs": 20, "batch_size": 64, "warmup": 0.05},
-    "distill": {"losses": {"cls_path": 0.02, "kl": 1.0}, "placement": "uniform"},
-}
+    "augment": {"mixup": 0.5},
+    "optim": {
+        "name": "muon", "lr": 1e-3, "muon_lr": 5e-3, "weight_decay": 0.05, "epochs": 20, "batch_size": 64,
+        "warmup": 0.05, "ema": 0.99,
+    },
+    "distill": {"losses": {"cls_path": 0.003, "kl": 1.0}, "placement": "uniform"},
+}  # fmt: skip
 
 SMOKE: dict[str, Any] = {"data": {"name": "digits", "image_size": 32, "limit": 128}, "augment": {}}
 SMOKE_OVERRIDES = [

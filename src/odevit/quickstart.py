@@ -20,7 +20,7 @@ from odevit.teachers import load_teacher
 from odevit.train import fit
 
 DATA: dict[str, Any] = {"name": "digits", "image_size": 8}  # 1,797 images of scikit-learn, 8×8 grey
-AUGMENT: dict[str, Any] = {"crop": 1, "crop_fill": "zero"}
+AUGMENT: dict[str, Any] = {"mixup": 0.5}  # without it the teacher stays near 96 %: 1,293 images are few
 
 TEACHER: dict[str, Any] = {
     "model": {
@@ -29,10 +29,7 @@ TEACHER: dict[str, Any] = {
     },
     "data": DATA,
     "augment": AUGMENT,
-    "optim": {
-        "lr": 2e-3, "weight_decay": 0.05, "epochs": 40, "batch_size": 64, "warmup": 0.1, "label_smoothing": 0.1,
-        "ema": 0.99,
-    },
+    "optim": {"lr": 2e-3, "weight_decay": 0.05, "epochs": 40, "batch_size": 64, "warmup": 0.1, "ema": 0.99},
     "loop": {"eval_every": 200},
 }  # fmt: skip
 
@@ -41,10 +38,13 @@ STUDENT: dict[str, Any] = {
     "model": {"mlp_ratio": 2, "num_registers": 2, "num_steps": 6},
     "data": DATA,
     "augment": AUGMENT,
-    "optim": {"lr": 3e-3, "weight_decay": 0.01, "epochs": 50, "batch_size": 64, "warmup": 0.1, "ema": 0.99},
-    "loop": {"eval_every": 300},
+    "optim": {
+        "name": "muon", "lr": 3e-3, "muon_lr": 1e-2, "weight_decay": 0.01, "epochs": 30, "batch_size": 64,
+        "warmup": 0.1, "ema": 0.99,
+    },
+    "loop": {"eval_every": 200},
     "distill": {"losses": {"cls_path": 0.003, "kl": 1.0}, "placement": "uniform"},
-}
+}  # fmt: skip
 
 # The report's analyses, cut down to what three minutes allow.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -83,8 +83,11 @@ def main(folder: Path, *, images: int = 360, quick: bool = False) -> dict[str, A
         meta={"data": "scikit-learn's digits", "images": study.sampling, "student": "student/model"},
         key_numbers=key_numbers(findings),
     )
+    figures = {finding.name: finding.figure for finding in findings}
+    figures["robustness/verdict"].savefig(folder / "quickstart.png", dpi=160, facecolor="white")  # type: ignore
     console.print(f"\nDone in {time.perf_counter() - start:.0f} s. Model: {result.folder / 'model'}")
-    console.print(f"[bold]Report: {report}[/]  (open it in a browser)")
+    console.print(f"Picture: {folder / 'quickstart.png'}")
+    console.print(f"[bold]Report: {report}[/]  (open it in a browser)", soft_wrap=True)
     return comparison
 
 

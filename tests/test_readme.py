@@ -1,0 +1,84 @@
+"""Every command and snippet of the README is executed, in order, in a folder like a fresh clone."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = [
+    line.split("#")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the repository's files; `odevit` and python are those of this environment."""
+    folder = tmp_path_factory.mktemp("clone")
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def run(command: list[str], home: Path, seconds: int = 280) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, cwd=home, capture_output=True, text=True, timeout=seconds, env={**os.environ, "PATH": path}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_there_is_something_to_test():
+    assert len(SNIPPETS) == 2
+    assert COMMANDS[:2] == ["make quickstart", "make test"]
+    assert {command.split()[1] for command in COMMANDS[2:]} == {"info", "train", "eval", "distill", "analyze", "audit"}
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=["model", "student"])
+def test_snippets_run(snippet, home):
+    assert run([sys.executable, "-c", snippet], home).strip()
+
+
+@pytest.mark.parametrize("target", ["quickstart", "test"])
+def test_make_targets_exist(target, home):
+    """`make -n` resolves every dependency; what they run is executed below and by this test run itself."""
+    assert {"quickstart": "odevit quickstart", "test": "pytest"}[target] in run(["make", "-n", target], home)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_quickstart_keeps_its_promises(home):
+    output = run(["odevit", "quickstart"], home, seconds=800)
+    folder = home / "runs/quickstart"
+    assert f"Report: {folder.relative_to(home)}/report.html" in output
+    report = json.loads((folder / "report.json").read_text())
+    values = report["values"]
+    rows = {row[""]: row for row in values["comparison/side_by_side"]}
+    accuracy = {who: float(row["accuracy"].rstrip("%")) for who, row in rows.items()}
+    parameters = {who: int(row["parameters"].replace(",", "")) for who, row in rows.items()}
+    assert accuracy["student"] >= 96
+    assert accuracy["teacher"] >= 96
+    assert values["contraction/agreement"]["observed"] >= 0.97
+    assert 4 * parameters["student"] <= parameters["teacher"]
+    assert (folder / "student/model/model.safetensors").exists()
+    assert (folder / "quickstart.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", COMMANDS[2:], ids=lambda command: command.split()[1])
+def test_commands_run(command, home):
+    assert (home / "runs/quickstart/report.html").exists(), "the quickstart above has not run"
+    assert run(command.split(), home, seconds=500).strip()
