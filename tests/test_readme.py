@@ -65,7 +65,7 @@ def test_quickstart_keeps_its_promises(home):
     assert f"Report: {folder.relative_to(home)}/report.html" in output
     report = json.loads((folder / "report.json").read_text())
     values = report["values"]
-    rows = {row[""]: row for row in values["comparison/side_by_side"]}
+    rows = values["comparison/side_by_side"]
     accuracy = {who: float(row["accuracy"].rstrip("%")) for who, row in rows.items()}
     parameters = {who: int(row["parameters"].replace(",", "")) for who, row in rows.items()}
     assert accuracy["student"] >= 96

@@ -185,3 +185,10 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
     again = fit(recipe, resume=True, progress_bar=False)
     assert again.metrics == first.metrics
     assert all(torch.equal(v, first.model.state_dict()[n]) for n, v in again.model.state_dict().items())
+
+
+def test_a_run_ends_with_a_checkpoint_of_its_last_step(tmp_path):
+    """Also where the last step is validated but is no multiple of checkpoint_every."""
+    recipe = tiny_recipe(tmp_path / "run", optim={"steps": 8})  # validated at 8, checkpoints at 5
+    fit(recipe, progress_bar=False)
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1].endswith("8")

@@ -99,16 +99,15 @@ def recipe_for(values: dict[str, Any], folder: Path, quick: bool) -> Recipe:
 def comparison_finding(comparison: dict[str, Any]) -> Finding:
     """The side-by-side table as the first section of the report."""
     student, teacher = comparison["student"], comparison["teacher"]
-    rows = [
-        {
-            "": who,
+    rows = {
+        who: {
             "accuracy": f"{numbers['accuracy']:.2%}",
             "parameters": f"{numbers['parameters']:,}",
             "multiply-accumulates": f"{numbers['macs'] / 1e6:,.2f} M",
             "ms an image": f"{numbers['milliseconds']:.3f}",
         }
         for who, numbers in (("teacher", teacher), ("student", student))
-    ]
+    }
     text = (
         f"The student answers {student['accuracy']:.1%} of {comparison['images']} test images right, the teacher "
         f"{teacher['accuracy']:.1%}; it has 1/{comparison['parameter_ratio']:.1f} of the teacher's parameters and "

@@ -38,7 +38,7 @@ def save_run(run: "Run") -> None:
             "versions": library_versions(),
         }
         run.store.save(run.step, state, meta)
-    run.saved_at = run.elapsed
+    run.saved_at, run.saved_step = run.elapsed, run.step
     run.accelerator.wait_for_everyone()
 
 
@@ -63,6 +63,7 @@ def load_run(run: "Run") -> None:
     run.step, run.best, run.validated_at = meta["step"], meta["best"], meta["validated_at"]
     run.window.sums = {name: value if main else 0.0 for name, value in meta["window"].items()}
     run.elapsed_before = run.saved_at = meta["elapsed"]
+    run.saved_step = run.step
     run.began = time.monotonic()
     run.accelerator.wait_for_everyone()  # nobody reads any more
     if main:

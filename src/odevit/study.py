@@ -147,15 +147,32 @@ def progress_bars() -> Any:
         yield progress
 
 
-# Findings whose sentences open the report, in this order.
-OPENING = ("comparison/side_by_side", "contraction/agreement", "lyapunov/top", "stability/path", "robustness/verdict")
-
-
 def headline(findings: Sequence[Finding]) -> list[str]:
-    """What was found, in plain words: the findings' own sentences, the most important first."""
-    texts = {finding.name: finding.text for finding in findings}
-    chosen = [texts[name] for name in OPENING if name in texts]
-    return chosen or [finding.text for finding in findings[:1]]
+    """What was found, in plain words, the most important first; the sections below say how it was measured."""
+    values = {finding.name: finding.value for finding in findings}
+    sentences = [finding.text for finding in findings if finding.name == "comparison/side_by_side"]
+    if agreed := values.get("contraction/agreement"):
+        if not sentences:
+            sentences.append(f"The student gives its teacher's answer on {agreed['observed']:.1%} of the images.")
+        if agreed["certified"] is not None:
+            sentences.append(
+                f"On {agreed['certified']:.1%} of the images this agreement is certain, not luck: the student's state "
+                "ends within the radius in which the head cannot change its answer."
+            )
+    if exponent := values.get("lyapunov/top"):
+        drift = "drift apart" if exponent["mean"] > 0 else "approach each other"
+        sentences.append(
+            f"Nearby states {drift}: the top Lyapunov exponent is {exponent['mean']:.3f} per layer of depth on "
+            f"average, and positive for {exponent['share_positive']:.0%} of {exponent['images']} images."
+        )
+    if path := values.get("stability/path"):
+        sentences.append(
+            f"The field contracts in every direction (log-norm below 0) at {path['share_contracting']:.0%} of the "
+            "states looked at."
+        )
+    if sweep := values.get("robustness/verdict"):
+        sentences.append(sweep["verdict"])
+    return sentences or [finding.text for finding in findings[:1]]
 
 
 def key_numbers(findings: Sequence[Finding]) -> dict[str, Any] | None:
@@ -167,7 +184,6 @@ def key_numbers(findings: Sequence[Finding]) -> dict[str, Any] | None:
         ("of this certain", "contraction/agreement", "certified", ".1%"),
         ("mean top Lyapunov exponent", "lyapunov/top", "mean", ".3f"),
         ("states where the field contracts", "stability/path", "share_contracting", ".0%"),
-        ("accuracy at the training setting", "robustness/verdict", "training_accuracy", ".1%"),
     ):
         value = (values.get(name) or {}).get(key)
         if value is not None:

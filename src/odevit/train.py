@@ -147,7 +147,7 @@ class Run:
         self.store = ckpt.CheckpointStore(folder / "checkpoints", recipe.loop.keep)
         self.log = RunLog(folder, main=accelerator.is_main_process, bar=bar, tensorboard=recipe.loop.tensorboard)
         self.window = Window()
-        self.step, self.validated_at, self.saved_at = 0, -1, 0.0
+        self.step, self.validated_at, self.saved_at, self.saved_step = 0, -1, 0.0, -1
         self.best: dict[str, Any] | None = None
         self.elapsed_before, self.began = 0.0, time.monotonic()
         torch.manual_seed(derive_seed(recipe.seed, "rank", accelerator.process_index))
@@ -210,8 +210,10 @@ class Run:
             late = elapsed - self.saved_at > 60 * loop.checkpoint_minutes > 0
             if self.step % (loop.checkpoint_every or eval_every) == 0 or late:
                 save_run(self)
-        if self.validated_at != self.step:
+        validated = self.validated_at == self.step
+        if not validated:
             self.validate()
+        if not validated or self.saved_step != self.step:
             save_run(self)
 
     def train_step(self, batch: Batch, progress: float) -> dict[str, Any]:

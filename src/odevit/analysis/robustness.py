@@ -47,7 +47,7 @@ def run(study: Study) -> Iterator[Finding]:
     )  # fmt: skip
     training = (config.solver, config.num_steps)
     values, text = verdict(points, training, _teacher_accuracy(study, chosen))
-    values["images"] = len(images)
+    values |= {"images": len(images), "verdict": text}
     figure = sweep_figure(points, training, values["teacher_accuracy"])
     how = f" Each line is one solver, the ring is the training setting; {len(images)} images."
     yield Finding("robustness/verdict", values, "Other step counts, other solvers", text + how, figure)
