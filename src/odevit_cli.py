@@ -24,6 +24,7 @@ Override = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the recipe.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the recipe's output folder.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Refuse corrupt images instead of naming and skipping them.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what is in the output folder.")]
 Steps = Annotated[int | None, typer.Option("--steps", help="Solver steps K; default: the model's own.")]
 Solver = Annotated[str | None, typer.Option("--solver", help="Solver; default: the model's own.")]
@@ -71,12 +72,14 @@ def train(
     set_: Override = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    strict: Strict = False,
 ) -> None:
     """Train an ODE-ViT, or fine-tune any Hugging Face image classifier, as a recipe says."""
     from odevit.recipe import Recipe
     from odevit.train import fit
 
-    fit(Recipe.load(recipe, set_ or []), resume=resume, overwrite=overwrite)
+    overrides = [*(set_ or []), *(["data.strict=true"] if strict else [])]
+    fit(Recipe.load(recipe, overrides), resume=resume, overwrite=overwrite)
 
 
 @app.command(name="eval")
@@ -108,6 +111,7 @@ def distill(
     output: Output = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    strict: Strict = False,
     smoke: Annotated[
         bool,
         typer.Option("--smoke", help="A tiny random teacher of the same family on digits, two steps: does it run?"),
@@ -116,8 +120,9 @@ def distill(
     """Turn a trained ViT into an ODE-ViT with about ten times fewer parameters."""
     from odevit.plug import run_distillation
 
+    overrides = [*(set_ or []), *(["data.strict=true"] if strict else [])]
     run_distillation(
-        teacher=teacher, data=data, recipe=recipe, overrides=set_ or [], output=output, resume=resume,
+        teacher=teacher, data=data, recipe=recipe, overrides=overrides, output=output, resume=resume,
         overwrite=overwrite, smoke=smoke,
     )  # fmt: skip
 

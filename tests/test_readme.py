@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from browsers import ARGUMENTS, BROWSER
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -74,6 +75,29 @@ def test_quickstart_keeps_its_promises(home):
     assert 4 * parameters["student"] <= parameters["teacher"]
     assert (folder / "student/model/model.safetensors").exists()
     assert (folder / "quickstart.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("size", [(1200, 800), (375, 812)], ids=["desktop", "phone"])
+def test_the_quickstarts_report_in_a_real_browser(home, size):
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if BROWSER is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on this machine")
+    troubles: list[str] = []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS.split(), timeout=120_000)
+        page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+        page.on("console", lambda message: message.type == "error" and troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda r: r.url.startswith(("file:", "data:")) or troubles.append(f"request to {r.url}"))
+        page.goto((home / "runs/quickstart/report.html").as_uri())
+        figures = page.locator(".frame > svg, .frame img, .frame canvas").all()
+        boxes = [(figure.scroll_into_view_if_needed(), figure.bounding_box())[1] for figure in figures]
+        width = page.evaluate("document.documentElement.scrollWidth")
+        browser.close()
+    assert troubles == []
+    assert len(boxes) >= 12
+    assert all(box is not None and box["width"] > 40 and box["height"] > 40 for box in boxes)
+    assert width == size[0]
 
 
 @pytest.mark.slow

@@ -1,9 +1,8 @@
 """The report in a real browser: nothing asked of the network, no error, every figure visible, light, dark, phone."""
 
-import shutil
-
 import numpy as np
 import pytest
+from browsers import ARGUMENTS, BROWSER
 
 from odevit.analysis import Finding
 from odevit.analysis.html_figures import animation, paths3d
@@ -11,13 +10,8 @@ from odevit.analysis.style import color, figure_style, image_axes, subplots
 from odevit.report import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="no chromium, chromium-browser or google-chrome on this machine"
-)
-ARGUMENTS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
 )
 DESKTOP, PHONE = (1200, 800), (375, 812)
 
