@@ -54,6 +54,22 @@ def test_fine_tuning_a_saved_classifier_at_another_size(tmp_path, data):
     torch.testing.assert_close(loaded.eval()(images).logits, student.eval()(images).logits)
 
 
+def test_training_the_head_alone_leaves_the_rest_as_it_was(tmp_path, data):
+    """How the paper's teacher is made: a linear head on a frozen backbone, which may have come without one."""
+    from transformers import ViTConfig, ViTModel
+
+    fields = {name: value for name, value in VIT.items() if name != "type"}
+    backbone = ViTModel(ViTConfig(**fields, image_size=8, num_channels=1), add_pooling_layer=False)
+    backbone.save_pretrained(tmp_path / "dino")
+    recipe = tiny_recipe(tmp_path / "run", optim={"steps": 3})
+    recipe.model = {"pretrained": str(tmp_path / "dino"), "train": "head"}
+    trained = fit(recipe, data=data, progress_bar=False).model
+    before = backbone.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in trained.base_model.state_dict().items())
+    assert trained.classifier.weight.shape == (10, 32)
+    assert trained.classifier.bias.abs().sum() > 0  # it began at zero
+
+
 def test_fine_tuning_an_odevit(tmp_path, data):
     model = build_classifier({**MODEL, "num_steps": 3}, data, CONFIG)
     save_classifier(model, tmp_path)
@@ -76,7 +92,7 @@ def test_the_users_normalisation_wins(tmp_path, data):
         ({"depht": 3}, r"unknown key model\.depht; valid keys: preset"),
         ({"type": "vit", "depth": 3}, r"unknown key model\.depth; valid keys: .*hidden_size"),
         ({"preset": "cifar-huge"}, "unknown preset"),
-        ({"pretrained": "x", "depth": 3}, "only image_size may be given, got depth"),
+        ({"pretrained": "x", "depth": 3}, "only image_size and train may be given, got depth"),
         ({**MODEL, "num_labels": 7}, "answers with 7 classes but the data has 10"),
         ({**MODEL, "num_channels": 3}, "takes 3 channels but the images have 1"),
     ],

@@ -39,6 +39,14 @@ def test_schedule():
     assert learning_rate_factor(0.1 + 0.9 / 2, 0.1) == pytest.approx(0.5)
     assert learning_rate_factor(0.1 + 0.9 / 3, 0.1) == pytest.approx((1 + math.cos(math.pi / 3)) / 2)
     assert learning_rate_factor(1.0, 0.1) == pytest.approx(0, abs=1e-12)
+
+
+def test_cycles_restart_at_the_full_rate_and_end_at_zero():
+    start = [learning_rate_factor(0.1 + 0.9 * cycle / 3, 0.1, cycles=3) for cycle in range(3)]
+    middle = [learning_rate_factor(0.1 + 0.9 * (cycle + 0.5) / 3, 0.1, cycles=3) for cycle in range(3)]
+    assert start == pytest.approx([1, 1, 1])
+    assert middle == pytest.approx([0.5, 0.5, 0.5])
+    assert learning_rate_factor(1.0, 0.1, cycles=3) == pytest.approx(0, abs=1e-12)
     assert learning_rate_factor(0.0, 0.0) == 1
 
 

@@ -24,7 +24,10 @@ def build_classifier(spec: Mapping[str, Any], data: Data, config: DataConfig) ->
     if kind not in ("odevit", "vit"):
         raise ValueError(f"model.type must be 'odevit' or 'vit', got {kind!r}")
     if "pretrained" in fields:
+        head_only = fields.get("train") == "head"
         model = _load_pretrained(fields, wanted_size, data)
+        if head_only:
+            model.base_model.requires_grad_(False)
     elif kind == "vit":
         model = _build_vit({**fields, "image_size": wanted_size or native}, data)
     else:
@@ -110,9 +113,11 @@ def _load_pretrained(fields: dict[str, Any], image_size: int | None, data: Data)
     from transformers import AutoModelForImageClassification
     from transformers.image_processing_base import ImageProcessingMixin
 
-    name = fields.pop("pretrained")
+    name, trained = fields.pop("pretrained"), fields.pop("train", "all")
     if fields:
-        raise ValueError(f"beside model.pretrained only image_size may be given, got {', '.join(fields)}")
+        raise ValueError(f"beside model.pretrained only image_size and train may be given, got {', '.join(fields)}")
+    if trained not in ("all", "head"):
+        raise ValueError(f"model.train must be 'all' or 'head', got {trained!r}")
     labels = len(data.class_names)
     model = AutoModelForImageClassification.from_pretrained(name)
     if isinstance(model, OdeViTForImageClassification):

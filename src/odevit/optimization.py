@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 from odevit.recipe import OptimConfig
 
 
-def learning_rate_factor(progress: float, warmup: float) -> float:
-    """Linear from 0 to 1 over the first `warmup` of the run, then half a cosine to 0. A pure function of progress."""
+def learning_rate_factor(progress: float, warmup: float, cycles: int = 1) -> float:
+    """Linear from 0 to 1 over the first `warmup` of the run, then `cycles` half cosines from 1 to 0 one after another
+    (hard restarts). A pure function of progress."""
     if progress < warmup:
         return progress / warmup
-    remaining = min(1.0, (progress - warmup) / (1 - warmup))
-    return (1 + math.cos(math.pi * remaining)) / 2
+    done = min(1.0, (progress - warmup) / (1 - warmup))
+    return (1 + math.cos(math.pi * (cycles * done % 1.0 if done < 1 else 1.0))) / 2
 
 
 def scheduled_steps(schedule: Sequence[tuple[float, int]], progress: float) -> int | None:

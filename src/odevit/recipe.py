@@ -30,6 +30,7 @@ class OptimConfig:
     weight_decay: float = 0.05  # on matrices and convolutions only
     betas: tuple[float, float] = (0.9, 0.999)
     warmup: float = 0.05  # fraction of the run
+    cycles: int = 1  # half cosines after the warm-up, each from the full rate to zero
     epochs: float | None = None
     steps: int | None = None
     minutes: float | None = None  # wall clock of the loop with its validations; resuming is then not bit for bit
@@ -49,7 +50,7 @@ class OptimConfig:
         for name, low, high in (("warmup", 0, 1), ("ema", 0, 1), ("label_smoothing", 0, 1)):
             if not low <= getattr(self, name) < high:
                 raise ValueError(f"optim.{name} must be in [{low}, {high}), got {getattr(self, name)}")
-        for name in ("lr", "batch_size", "accumulate"):
+        for name in ("lr", "batch_size", "accumulate", "cycles"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"optim.{name} must be positive, got {getattr(self, name)}")
         if self.clip < 0 or self.weight_decay < 0:
@@ -99,7 +100,7 @@ class Recipe:
     """Everything about a run. `model` is one of
 
     {preset: NAME, …fields of OdeViTConfig}, {…fields of OdeViTConfig},
-    {pretrained: DIRECTORY_OR_HUB_NAME, image_size: S} (any Hugging Face image classifier),
+    {pretrained: DIRECTORY_OR_HUB_NAME, image_size: S, train: all | head} (any Hugging Face image classifier),
     {type: vit, …fields of ViTConfig} (a discrete ViT from scratch).
     """
 

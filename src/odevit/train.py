@@ -219,7 +219,7 @@ class Run:
     def train_step(self, batch: Batch, progress: float) -> dict[str, Any]:
         """One step of the optimisers on one global batch. Returns what is worth writing down about it."""
         config, accelerator = self.recipe.optim, self.accelerator
-        factor = learning_rate_factor(progress, config.warmup)
+        factor = learning_rate_factor(progress, config.warmup, config.cycles)
         set_learning_rate(self.optimizers, factor)
         num_steps = scheduled_steps(self.recipe.loop.step_schedule, progress)
         pieces, loss = self.prepare(batch), 0.0
