@@ -47,6 +47,11 @@ def test_there_is_something_to_test():
     assert {command.split()[1] for command in COMMANDS[2:]} == {"info", "train", "eval", "distill", "analyze", "audit"}
 
 
+def test_the_file_tree_names_every_module():
+    modules = [path.name for path in (ROOT / "src/odevit").glob("*.py") if not path.name.startswith("__")]
+    assert [name for name in modules if name not in README] == []
+
+
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=["model", "student"])
 def test_snippets_run(snippet, home):
     assert run([sys.executable, "-c", snippet], home).strip()

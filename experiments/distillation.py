@@ -1,0 +1,101 @@
+"""Distillation on CIFAR-10 with a DeiT-tiny teacher: the two claims and the ablation, one run after another.
+
+    odevit train recipes/cifar10-teacher.yaml                                    # the teacher, once
+    python experiments/distillation.py claims --minutes 40 --seeds 0 1           # 4 hours
+    python experiments/distillation.py ablation --minutes 12                     # 2 hours
+
+Every arm is a recipe with overrides and has the same wall-clock budget. Runs resume: start the same command again and
+it goes on where it was; finished arms are only read. `--set data.name=…` gives local data to all arms. Nothing else may
+run on the machine meanwhile.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from odevit.plug import run_distillation
+from odevit.recipe import Recipe
+from odevit.tables import print_table
+from odevit.train import fit
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+class Arm(NamedTuple):
+    recipe: str
+    overrides: tuple[str, ...] = ()
+
+
+OURS = "cifar10-distill.yaml"
+STUDIES: dict[str, dict[str, Arm]] = {
+    "claims": {
+        "scratch, with labels": Arm("cifar10-scratch.yaml"),
+        "paper's recipe": Arm("cifar10-paper.yaml"),
+        "ours": Arm(OURS),
+    },
+    "ablation": {
+        "ours": Arm(OURS),
+        "distance times": Arm(OURS, ("distill.placement=distance",)),
+        "with JaSMin": Arm(OURS, ("distill.losses.jasmin=0.1",)),
+        "LayerNorm field": Arm(OURS, ("model.norm=layer",)),
+        "with patches": Arm(OURS, ("distill.losses.patch_path=0.003",)),
+        "without KL": Arm(OURS, ("distill.losses.kl=0", "distill.losses.cls_path=1.0")),
+        "with collocation": Arm(OURS, ("distill.collocation=0.3", "distill.layer_weights=variance")),
+        "2 fields": Arm(OURS, ("model.num_fields=2",)),
+        "3 fields": Arm(OURS, ("model.num_fields=3",)),
+        "AdamW": Arm(OURS, ("optim.name=adamw",)),
+        "all steps from the start": Arm(OURS, ("loop.step_schedule=[]",)),
+    },
+}
+
+
+def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
+    """Run an arm to its end, or read it when it has ended: test accuracy, parameters, steps, agreement."""
+    recipe = RECIPES / arm.recipe
+    distilled = Recipe.load(recipe).task == "distill"
+    finished = (folder / "result.json").exists() and (not distilled or (folder / "comparison.json").exists())
+    if not finished and distilled:
+        run_distillation(
+            teacher=None, data=None, recipe=recipe, overrides=[*arm.overrides, *overrides], output=folder, resume=True,
+            overwrite=False, smoke=False,
+        )  # fmt: skip
+    elif not finished:
+        assignments = [*arm.overrides, *(o for o in overrides if not o.startswith("distill.")), f"output={folder}"]
+        fit(Recipe.load(recipe, assignments), resume=True)
+    result = json.loads((folder / "result.json").read_text())
+    comparison = json.loads((folder / "comparison.json").read_text()) if distilled else {}
+    return {
+        "test top-1": f"{result['top1']:.2%}",
+        "agreement": f"{comparison['agreement']:.2%}" if comparison else "",
+        "parameters": f"{result['parameters']:,}",
+        "steps": f"{result['steps']:,}",
+        "seconds": f"{result['seconds']:.0f}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--minutes", type=float, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--only", nargs="+", help="names of arms; default: all")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--output", type=Path, default=Path("runs/distillation"))
+    options = parser.parse_args()
+    arms = STUDIES[options.study]
+    if unknown := [name for name in options.only or [] if name not in arms]:
+        parser.error(f"unknown arm {', '.join(unknown)}; choose from: {', '.join(arms)}")
+    rows: dict[str, Any] = {}
+    for seed in options.seeds:
+        for name in options.only or arms:
+            words = name.replace(",", "").replace("'", "").replace(" ", "-")
+            folder = options.output / f"{options.study}-{options.minutes:g}min" / f"{words}-seed{seed}"
+            overrides = [f"seed={seed}", f"optim.minutes={options.minutes}", *options.overrides]
+            rows[f"{name} (seed {seed})"] = run_arm(arms[name], overrides, folder)
+            columns = ("test top-1", "agreement", "parameters", "steps", "seconds")
+            print_table(f"{options.study}, {options.minutes:g} minutes each", rows, headers=columns)
+
+
+if __name__ == "__main__":
+    main()
