@@ -38,7 +38,7 @@ def run(command: list[str], home: Path, seconds: int = 280) -> str:
         command, cwd=home, capture_output=True, text=True, timeout=seconds, env={**os.environ, "PATH": path}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_there_is_something_to_test():
