@@ -166,10 +166,9 @@ def headline(findings: Sequence[Finding]) -> list[str]:
             f"average, and positive for {exponent['share_positive']:.0%} of {exponent['images']} images."
         )
     if path := values.get("stability/path"):
-        sentences.append(
-            f"The field contracts in every direction (log-norm below 0) at {path['share_contracting']:.0%} of the "
-            "states looked at."
-        )
+        share = path["share_contracting"]
+        where = "nowhere along the paths looked at" if share == 0 else f"at {share:.0%} of the states looked at"
+        sentences.append(f"The field contracts in every direction (log-norm below 0) {where}.")
     if sweep := values.get("robustness/verdict"):
         sentences.append(sweep["verdict"])
     return sentences or [finding.text for finding in findings[:1]]
@@ -181,7 +180,7 @@ def key_numbers(findings: Sequence[Finding]) -> dict[str, Any] | None:
     numbers: dict[str, Any] = {}
     for label, name, key, form in (
         ("agreement with the teacher", "contraction/agreement", "observed", ".1%"),
-        ("of this certain", "contraction/agreement", "certified", ".1%"),
+        ("agreement that is certain", "contraction/agreement", "certified", ".1%"),
         ("mean top Lyapunov exponent", "lyapunov/top", "mean", ".3f"),
         ("states where the field contracts", "stability/path", "share_contracting", ".0%"),
     ):
