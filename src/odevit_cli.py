@@ -7,7 +7,7 @@ transformers), which takes seconds, while `odevit --help` must answer at once.
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -54,6 +54,7 @@ def info(
     as_json: AsJson = False,
 ) -> None:
     """Parameters, multiply-accumulates, bytes and the Lipschitz bound of a model."""
+    from odevit.classifiers import load_odevit
     from odevit.config import PRESETS
     from odevit.cost import describe
     from odevit.model import OdeViTForImageClassification
@@ -62,7 +63,7 @@ def info(
     known = model in PRESETS
     if not known and "/" not in model and not Path(model).exists():
         raise ValueError(f"unknown model {model!r}: neither a folder, nor a hub name, nor one of {', '.join(PRESETS)}")
-    network = OdeViTForImageClassification.from_preset(model) if known else load_model(model)
+    network = OdeViTForImageClassification.from_preset(model) if known else load_odevit(model)
     print_info(model, describe(network.eval(), num_steps=steps, solver=solver), as_json)
 
 
@@ -93,12 +94,14 @@ def evaluate_(
     as_json: AsJson = False,
 ) -> None:
     """Top-1/3/5 accuracy of a model, from exact counts."""
+    from odevit.classifiers import load_classifier
     from odevit.evaluation import evaluate
-    from odevit.study import load_for_analysis
+    from odevit.study import choose_split, load_data_for
     from odevit.tables import print_numbers
 
-    network, splits = load_for_analysis(model, data, max_images)
-    result = evaluate(network, splits.choose(split), num_steps=steps, solver=solver)
+    network = load_classifier(model)
+    chosen = choose_split(load_data_for(network, data, max_images), split)
+    result = evaluate(network, chosen, num_steps=steps, solver=solver)
     print_numbers(f"{model} on {data} ({split})", result, as_json)
 
 
@@ -154,14 +157,6 @@ def audit(
     from odevit.study import audit as run
 
     run(teacher, data, image_size=image_size, max_images=max_images, output=output)
-
-
-def load_model(name: str) -> Any:
-    from odevit.model import OdeViTForImageClassification
-
-    if Path(name).exists() and not (Path(name) / "config.json").exists():
-        raise ValueError(f"{name} holds no model: a config.json and model.safetensors are expected")
-    return OdeViTForImageClassification.from_pretrained(name)
 
 
 def main() -> None:

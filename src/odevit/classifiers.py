@@ -12,6 +12,23 @@ from odevit.data import Data, DataConfig
 from odevit.model import OdeViTForImageClassification
 
 
+def load_classifier(name: str) -> Any:
+    """Any Hugging Face image classifier, an ODE-ViT or not, from a folder or the hub; in eval mode."""
+    from transformers import AutoModelForImageClassification
+
+    if Path(name).exists() and not (Path(name) / "config.json").exists():
+        raise ValueError(f"{name} holds no model: a config.json and model.safetensors are expected")
+    return AutoModelForImageClassification.from_pretrained(name).eval()
+
+
+def load_odevit(name: str) -> OdeViTForImageClassification:
+    """The same, for what only an ODE-ViT can do."""
+    model = load_classifier(name)
+    if not isinstance(model, OdeViTForImageClassification):
+        raise ValueError(f"{name} is a {type(model).__name__}, not an ODE-ViT; for a discrete ViT use: odevit audit")
+    return model
+
+
 def build_classifier(spec: Mapping[str, Any], data: Data, config: DataConfig) -> Any:
     """One of {preset, …}, {…OdeViTConfig fields}, {pretrained, image_size} or {type: vit, …ViTConfig fields}.
 

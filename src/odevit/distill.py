@@ -124,7 +124,9 @@ def build(
     config: DistillConfig = recipe.distill
     if teacher is None:
         if not config.teacher:
-            raise ValueError("distillation needs a teacher: distill.teacher=DIRECTORY_OR_HUB_NAME")
+            raise ValueError(
+                "distillation needs a teacher: --teacher DIRECTORY_OR_HUB_NAME, or distill.teacher in the recipe"
+            )
         teacher = load_teacher(config.teacher, image_size=recipe.data.image_size)
     teacher.to(device)
     options = dict(recipe.model)

@@ -14,7 +14,7 @@ from odevit.evaluation import model_input
 from odevit.recipe import Recipe, override
 from odevit.student import parameter_report
 from odevit.tables import print_table
-from odevit.teachers import Teacher, load_teacher, tiny_teacher
+from odevit.teachers import Teacher, tiny_teacher
 from odevit.train import Result, fit
 
 # What `odevit distill --teacher … --data …` does without a recipe.
@@ -52,7 +52,7 @@ def run_distillation(
     smoke: bool,
 ) -> dict[str, Any]:
     """Distil as a recipe (or the built-in one) says, compare student and teacher on the test split, and print it."""
-    values = read(recipe) if recipe else override(DEFAULT, [])
+    values = Recipe.load(recipe).to_dict() if recipe else DEFAULT
     assignments = [*overrides]
     assignments += [f"distill.teacher={teacher}"] if teacher else []
     assignments += [f"data.name={data}"] if data else []
@@ -63,19 +63,13 @@ def run_distillation(
     if "data" not in values and not data:
         raise ValueError("distillation needs images: --data digits, a folder, parquet files or a hub dataset")
     loaded = Recipe.from_dict(override(values, assignments))
-    if smoke:
-        network, images = smoke_teacher(loaded), load_data(loaded.data)
-    else:
-        network, images = None, load_data(loaded.data)
-    result, network = distil(loaded, images, teacher=network, resume=resume, overwrite=overwrite or smoke)
+    images = load_data(loaded.data)
+    tiny = smoke_teacher(loaded) if smoke else None
+    result, network = distil(loaded, images, teacher=tiny, resume=resume, overwrite=overwrite or smoke)
     comparison = compare(result.model, network, images.test or images.val)
     (result.folder / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n")
     print_comparison(comparison)
     return comparison
-
-
-def read(path: Path) -> dict[str, Any]:
-    return Recipe.load(path).to_dict()
 
 
 def smoke_teacher(recipe: Recipe) -> Teacher:
@@ -96,13 +90,8 @@ def distil(
     progress_bar: bool = True,
 ) -> tuple[Result, Teacher]:
     """Build the student, run the loop, and prove that the teacher is what it was."""
-    if teacher is None:
-        if not recipe.distill.teacher:
-            raise ValueError("distillation needs a teacher: --teacher DIRECTORY_OR_HUB_NAME")
-        teacher = load_teacher(recipe.distill.teacher, image_size=recipe.data.image_size)
-    before = teacher.checksum()
-    torch.manual_seed(recipe.seed)
     student, objective = build(recipe, data, teacher)
+    teacher, before = objective.teacher, objective.teacher.checksum()
     result = fit(
         recipe, model=student, objective=objective, data=data, resume=resume, overwrite=overwrite,
         progress_bar=progress_bar,

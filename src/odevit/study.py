@@ -3,41 +3,32 @@
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from odevit.analysis import Finding, Study, run_analyses
+from odevit.classifiers import adapt_to_data, load_odevit
 from odevit.data import Data, DataConfig, Split, load_data
 from odevit.evaluation import model_input
 from odevit.report import write_report
 
 
-class Splits(NamedTuple):
-    data: Data
-
-    def choose(self, name: str) -> Split:
-        """A split by name; `test` falls back on no other split, since the reader would not know."""
-        if name not in ("train", "val", "test"):
-            raise ValueError(f"unknown split {name!r}; choose one of train, val, test")
-        split = getattr(self.data, name)
-        if split is None:
-            raise ValueError("this data has no test split; use --split val")
-        return split
+def load_data_for(model: Any, name: str, limit: int | None = None) -> Data:
+    """A data set as the model takes it; a wrong number of classes or channels is an error."""
+    data = load_data(DataConfig(name=name, image_size=model.config.image_size, limit=limit))
+    adapt_to_data(model, data)
+    return data
 
 
-def load_for_analysis(model: str, data: str, max_images: int | None = None) -> tuple[Any, Splits]:
-    """Any Hugging Face image classifier and a data set that fits it."""
-    from transformers import AutoModelForImageClassification
-
-    import odevit  # noqa: F401  # registers the Auto classes
-    from odevit.classifiers import adapt_to_data
-
-    if Path(model).exists() and not (Path(model) / "config.json").exists():
-        raise ValueError(f"{model} holds no model: a config.json and model.safetensors are expected")
-    network = AutoModelForImageClassification.from_pretrained(model).eval()
-    loaded = load_data(DataConfig(name=data, image_size=network.config.image_size, limit=max_images))
-    return adapt_to_data(network, loaded), Splits(loaded)
+def choose_split(data: Data, name: str) -> Split:
+    """A split by name; a missing test split is replaced by no other, since the reader would not know."""
+    if name not in ("train", "val", "test"):
+        raise ValueError(f"unknown split {name!r}; choose one of train, val, test")
+    split = getattr(data, name)
+    if split is None:
+        raise ValueError("this data has no test split; use --split val")
+    return split
 
 
 def make_study(
@@ -71,17 +62,15 @@ def analyze(
     output: Path | None = None,
 ) -> Path:
     """The command: returns the path of the report."""
-    from odevit.model import OdeViTForImageClassification
     from odevit.teachers import load_teacher
 
-    network, splits = load_for_analysis(model, data)
-    if not isinstance(network, OdeViTForImageClassification):
-        raise ValueError(f"{model} is a {type(network).__name__}, not an ODE-ViT; for a discrete ViT use: odevit audit")
+    network = load_odevit(model)
+    loaded = load_data_for(network, data)
     teaching = load_teacher(teacher, image_size=network.config.image_size) if teacher else None
     command = f"odevit analyze {model} --data {data}" + (f" --teacher {teacher}" if teacher else "")
     command += f" --max-images {max_images}"
     with progress_bars() as progress:
-        study = make_study(network, splits.data, teacher=teaching, max_images=max_images, progress=progress)
+        study = make_study(network, loaded, teacher=teaching, max_images=max_images, progress=progress)
         findings = run_analyses(only, study)
     path = write_report(
         findings,
