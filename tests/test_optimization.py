@@ -10,8 +10,10 @@ from transformers import ViTConfig, ViTForImageClassification
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.optimization import (
     AveragedWeights,
+    Muon,
     build_optimizers,
     learning_rate_factor,
+    orthogonalise,
     scheduled_steps,
     set_learning_rate,
     split_parameters,
@@ -92,6 +94,9 @@ def test_muon_takes_the_matrices_and_its_own_rate():
     assert muon.param_groups[0]["lr"] == 2.5e-3
     assert all(group["lr"] == 5e-4 for group in adamw.param_groups)
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.05, 0.0]
+    assert muon.param_groups[0]["weight_decay"] == 0.05
+    own = OptimConfig(name="muon", steps=1, muon_weight_decay=1.5)
+    assert [o.param_groups[0]["weight_decay"] for o in build_optimizers(model, own)] == [1.5, 0.05]
 
 
 def test_a_frozen_model_is_refused():
@@ -117,3 +122,46 @@ def test_average_formula_and_exact_swap():
         for name, value in expected.items():
             torch.testing.assert_close(model.state_dict()[name], value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (8, 32), (32, 8)])
+def test_muon_is_pytorchs_up_to_its_bfloat16(shape):
+    torch.manual_seed(0)
+    options = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    ours, theirs = (nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for _ in range(2))
+    before = ours.detach().clone()
+    optimizers = Muon([ours], **options), torch.optim.Muon([theirs], **options)
+    for _ in range(5):
+        ours.grad = theirs.grad = torch.randn(shape)
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = (theirs - before).norm()
+    assert moved > 0.1
+    assert (ours - theirs).norm() < 0.02 * moved
+    assert optimizers[0].state_dict()["param_groups"] == optimizers[1].state_dict()["param_groups"]
+    assert optimizers[0].state[ours].keys() == optimizers[1].state[theirs].keys()
+
+
+def test_orthogonalise_keeps_the_singular_vectors_and_levels_the_values():
+    torch.manual_seed(0)
+    u, _, vt = torch.linalg.svd(torch.randn(6, 10, dtype=torch.float64), full_matrices=False)
+    matrix = u @ torch.linspace(1.0, 5.0, 6, dtype=torch.float64).diag() @ vt
+    values = u.mT @ orthogonalise(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7) @ vt.mT
+    assert (values - values.diag().diag()).abs().max() < 1e-12
+    assert values.diag().min() > 0.6
+    assert values.diag().max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 16)])
+def test_muons_decay_bounds_the_spectral_norm(shape):
+    torch.manual_seed(0)
+    weight, gradient, decay = nn.Parameter(torch.zeros(shape)), torch.randn(shape), 2.0
+    muon = Muon([weight], lr=0.05, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    bound = 0.25 * max(shape) ** 0.5 / decay
+    norms = []
+    for _ in range(200):  # the same direction for ever: nothing grows faster
+        weight.grad = gradient
+        muon.step()
+        norms.append(float(torch.linalg.matrix_norm(weight.detach(), 2)))
+    assert max(norms) <= bound
+    assert norms[-1] > 0.6 * bound  # and the bound is not idle

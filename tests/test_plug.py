@@ -9,7 +9,8 @@ from problems import TINY
 from typer.testing import CliRunner
 
 import odevit_cli
-from odevit.plug import DEFAULT, compare
+from odevit.comparison import compare
+from odevit.plug import DEFAULT
 from odevit.recipe import Recipe
 from odevit.splits import MemorySplit
 from odevit.student import student_of

@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from odevit.analysis import Finding, run_analyses
+from odevit.comparison import compare, print_comparison
 from odevit.data import load_data
-from odevit.plug import compare, distil, print_comparison
+from odevit.plug import distil
 from odevit.recipe import Recipe
 from odevit.report import write_report
 from odevit.study import headline, key_numbers, make_study, progress_bars

@@ -28,6 +28,8 @@ class OptimConfig:
     lr: float = 1e-3
     muon_lr: float | None = None  # None: the same as lr (Muon's step is scaled to the size of an AdamW step)
     weight_decay: float = 0.05  # on matrices and convolutions only
+    # of the matrices that Muon moves; None: the same. It bounds them: spectral norms end below 0.25 √(longer side) / it
+    muon_weight_decay: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     warmup: float = 0.05  # fraction of the run
     cycles: int = 1  # half cosines after the warm-up, each from the full rate to zero
@@ -53,8 +55,9 @@ class OptimConfig:
         for name in ("lr", "batch_size", "accumulate", "cycles"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"optim.{name} must be positive, got {getattr(self, name)}")
-        if self.clip < 0 or self.weight_decay < 0:
-            raise ValueError(f"optim.clip and weight_decay must not be negative: {self.clip}, {self.weight_decay}")
+        for name in ("clip", "weight_decay", "muon_weight_decay"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"optim.{name} must not be negative, got {getattr(self, name)}")
 
 
 @dataclass

@@ -245,7 +245,7 @@ def _number_labels(splits: dict[str, Any], column: str) -> tuple[list[str], dict
     for split, dataset in splits.items():
         if column not in dataset.features:
             raise ValueError(f"the {split} split has no column {column!r}; it has {', '.join(dataset.features)}.")
-        values[split] = list(dataset[column])
+        values[split] = dataset[column][:]  # at once: row by row takes 6 s for 60,000
     feature = splits["train"].features[column]
     present = [value for value in values["train"] if value is not None]
     if isinstance(feature, datasets.ClassLabel):
