@@ -44,13 +44,13 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "distance times": Arm(OURS, ("distill.placement=distance",)),
         "with JaSMin": Arm(OURS, ("distill.losses.jasmin=0.1",)),
         "LayerNorm field": Arm(OURS, ("model.norm=layer",)),
-        "with patches": Arm(OURS, ("distill.losses.patch_path=0.003",)),
-        "without KL": Arm(OURS, ("distill.losses.kl=0", "distill.losses.cls_path=1.0")),
+        "without patches": Arm(OURS, ("distill.losses.patch_path=0",)),
+        "without KL": Arm(OURS, ("distill.losses.kl=0",)),
         "with collocation": Arm(OURS, ("distill.collocation=0.3", "distill.layer_weights=variance")),
         "2 fields": Arm(OURS, ("model.num_fields=2",)),
         "3 fields": Arm(OURS, ("model.num_fields=3",)),
         "AdamW": Arm(OURS, ("optim.name=adamw",)),
-        "all steps from the start": Arm(OURS, ("loop.step_schedule=[]",)),
+        "12 steps": Arm(OURS, ("model.num_steps=12",)),
     },
 }
 
