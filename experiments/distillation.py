@@ -79,7 +79,7 @@ def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--minutes", type=float, default=40)
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--output", type=Path, default=Path("runs/distillation"))
     parser.add_argument("--share", help="I/N: only every N-th run, beginning with the I-th, on core I alone")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     arms = STUDIES[options.study]
     if unknown := [name for name in options.only or [] if name not in arms]:
         parser.error(f"unknown arm {', '.join(unknown)}; choose from: {', '.join(arms)}")
@@ -106,6 +106,7 @@ def main() -> None:
         rows[f"{name} (seed {seed})"] = run_arm(arms[name], overrides, folder)
         columns = ("test top-1", "agreement", "parameters", "steps", "seconds")
         print_table(f"{options.study}, {options.minutes:g} minutes each", rows, headers=columns)
+    return rows
 
 
 if __name__ == "__main__":

@@ -86,3 +86,55 @@ def test_the_verdict_follows_the_numbers(contraction: ModuleType, ratio: float, 
     broken = contraction.conclude([(row, {"ratio": inside, "same": same})])
     assert broken["certified_images_that_disagree"] == 100 - int(same.sum())
     assert "BROKEN" in broken["verdict"]
+
+
+@pytest.fixture
+def distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script's main on a toy: 80 random images in two classes, a ViT of two blocks, a hundredth of a minute."""
+    from PIL import Image
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    for split, count in (("train", 35), ("test", 5)):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "data" / split / label
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(folder / f"{i}.png")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    teacher = ViTForImageClassification(ViTConfig(image_size=96, patch_size=16, num_labels=2, **sizes))
+    teacher.save_pretrained(tmp_path / "teacher")
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)  # would last longer than the test
+    shared = [f"data.name={tmp_path}/data", "data.val_fraction=0.1", "optim.batch_size=16"]
+    shared += [f"distill.teacher={tmp_path}/teacher", "distill.sample=16"]
+    options = ["--minutes", "0.001", "--output", str(tmp_path / "runs")]
+    options += [word for value in shared for word in ("--set", value)]
+    return lambda *words: script("distillation").main([*words, *options])
+
+
+def test_distillation_arms_share_the_work_and_are_only_read_once_they_are_done(
+    distillation: Any, tmp_path: Path
+) -> None:
+    names = ("--only", "scratch, with labels", "paper's recipe", "ours")
+    first = distillation("claims", *names, "--share", "1/2")
+    second = distillation("claims", *names, "--share", "2/2")
+    assert list(first) == ["scratch, with labels (seed 0)", "ours (seed 0)"]
+    assert list(second) == ["paper's recipe (seed 0)"]
+    folder = tmp_path / "runs" / "claims-0.001min"
+    assert {f.name for f in folder.iterdir()} == {"scratch-with-labels-seed0", "papers-recipe-seed0", "ours-seed0"}
+    written = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
+    assert distillation("claims", *names) == first | second
+    assert written == {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
+    assert first["ours (seed 0)"]["agreement"].endswith("%")
+    assert first["scratch, with labels (seed 0)"]["agreement"] == ""
+
+
+def test_every_arm_of_the_ablation_is_a_valid_recipe_and_differs_from_ours(distillation: Any) -> None:
+    module = script("distillation")
+    from odevit.recipe import Recipe
+
+    recipes = [Recipe.load(module.RECIPES / a.recipe, list(a.overrides)) for a in module.STUDIES["ablation"].values()]
+    assert len({str(recipe.to_dict()) for recipe in recipes}) == len(recipes)
+    with pytest.raises(SystemExit):
+        distillation("ablation", "--only", "without everything")
