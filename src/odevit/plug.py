@@ -18,8 +18,8 @@ DEFAULT: dict[str, Any] = {
     "model": {"mlp_ratio": 4, "num_registers": 4},
     "augment": {"mixup": 0.5},
     "optim": {
-        "name": "muon", "lr": 1e-3, "muon_lr": 5e-3, "weight_decay": 0.05, "epochs": 20, "batch_size": 64,
-        "warmup": 0.05, "ema": 0.99,
+        "name": "muon", "lr": 1e-3, "muon_lr": 3e-3, "weight_decay": 0.05, "muon_weight_decay": 1.0, "epochs": 20,
+        "batch_size": 64, "warmup": 0.05, "ema": 0.99,
     },
     "distill": {"losses": {"cls_path": 0.003, "kl": 1.0}, "placement": "uniform"},
 }  # fmt: skip
