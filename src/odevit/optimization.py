@@ -97,14 +97,14 @@ class Muon(torch.optim.Muon):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, self.state[parameter], group)
+                    self._update(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
-    def _update(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         momentum = group["momentum"]
         average = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-        average.lerp_(parameter.grad, 1 - momentum)
-        direction = parameter.grad.lerp(average, momentum) if group["nesterov"] else average
+        average.lerp_(gradient, 1 - momentum)
+        direction = gradient.lerp(average, momentum) if group["nesterov"] else average
         direction = orthogonalise(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
         size = 0.2 * math.sqrt(max(parameter.shape))  # match_rms_adamw
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"] * size)
