@@ -1,13 +1,13 @@
 """Distillation on CIFAR-10 with a DeiT-tiny teacher: the two claims and the ablation, one run after another.
 
     odevit train recipes/cifar10-teacher.yaml                                             # the teacher, once
-    python experiments/distillation.py claims --minutes 40 --seeds 0 1 --share 1/2        # 2 h 15 min, and beside it
+    python experiments/distillation.py claims --minutes 40 --seeds 0 1 --share 1/2        # over two hours; beside it
     python experiments/distillation.py claims --minutes 40 --seeds 0 1 --share 2/2
     python experiments/distillation.py claims --minutes 40 --seeds 0 1                    # all are done: the table
 
 Every arm is a recipe with overrides and has the same wall-clock budget, on one core: `--share I/N` takes every N-th run
-and keeps to core I, with one thread. Two cores spent that way do 1.3 to 1.6 times as much as one run on both, without
-slowing each other. Runs resume: start the same command again and it goes on where it was; finished arms are only read.
+and keeps to core I, with one thread, so that runs beside each other do not slow each other (docs/LOG.md). Runs resume:
+start the same command again and it goes on where it was; finished arms are only read.
 `--set data.name=…` gives local data to all arms. Nothing else may run on the machine meanwhile.
 """
 
@@ -79,6 +79,14 @@ def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
     }
 
 
+def share(text: str) -> tuple[int, int]:
+    """I/N → (I, N)."""
+    first, _, count = text.partition("/")
+    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, for example 1/2; got {text!r}")
+    return int(first), int(count)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES)
@@ -87,14 +95,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--only", nargs="+", help="names of arms; default: all")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--output", type=Path, default=Path("runs/distillation"))
-    parser.add_argument("--share", help="I/N: only every N-th run, beginning with the I-th, on core I alone")
+    parser.add_argument(
+        "--share", type=share, metavar="I/N", help="only every N-th run, beginning with the I-th, on core I alone"
+    )
     options = parser.parse_args(arguments)
     arms = STUDIES[options.study]
     if unknown := [name for name in options.only or [] if name not in arms]:
         parser.error(f"unknown arm {', '.join(unknown)}; choose from: {', '.join(arms)}")
     runs = [(seed, name) for seed in options.seeds for name in options.only or arms]
     if options.share:
-        first, count = map(int, options.share.split("/"))
+        first, count = options.share
         runs = runs[first - 1 :: count]
         os.sched_setaffinity(0, {first - 1})
         torch.set_num_threads(1)

@@ -130,11 +130,23 @@ def test_distillation_arms_share_the_work_and_are_only_read_once_they_are_done(
     assert first["scratch, with labels (seed 0)"]["agreement"] == ""
 
 
-def test_every_arm_of_the_ablation_is_a_valid_recipe_and_differs_from_ours(distillation: Any) -> None:
+def test_every_arm_of_the_ablation_is_a_valid_recipe_and_differs_from_ours() -> None:
     module = script("distillation")
     from odevit.recipe import Recipe
 
     recipes = [Recipe.load(module.RECIPES / a.recipe, list(a.overrides)) for a in module.STUDIES["ablation"].values()]
     assert len({str(recipe.to_dict()) for recipe in recipes}) == len(recipes)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--only", "without everything"), "unknown arm without everything"),
+        (("--share", "3/2"), "I/N with I from 1 to N"),
+        (("--share", "half"), "I/N with I from 1 to N"),
+    ],
+)
+def test_what_the_script_cannot_do(words: tuple[str, ...], message: str, distillation: Any, capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        distillation("ablation", "--only", "without everything")
+        distillation("ablation", *words)
+    assert message in capsys.readouterr().err

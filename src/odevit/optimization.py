@@ -102,8 +102,9 @@ class Muon(torch.optim.Muon):
 
     def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         momentum = group["momentum"]
-        average = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-        average.lerp_(gradient, 1 - momentum)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         direction = gradient.lerp(average, momentum) if group["nesterov"] else average
         direction = orthogonalise(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
         size = 0.2 * math.sqrt(max(parameter.shape))  # match_rms_adamw

@@ -14,6 +14,7 @@ METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 
 README = """\
 recipe.yaml     everything that defines this run; `odevit train recipe.yaml --resume` continues it
+                (`odevit distill --recipe recipe.yaml --resume` one with a teacher)
 metrics.jsonl   losses and accuracies by step, one JSON object a line; curve.png shows them; timing.jsonl: speed
 checkpoints/    complete states to resume from; the newest ones only
 best/           the weights that were best on the validation split so far
@@ -35,7 +36,7 @@ def claim_folder(recipe: Recipe, accelerator: Any, *, resume: bool, overwrite: b
         if taken and not resume:
             for name in ("checkpoints", "best", "model", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            for name in (METRICS, TIMING, "result.json", "curve.png"):
+            for name in (METRICS, TIMING, "result.json", "comparison.json", "curve.png"):
                 (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         for parent in (folder, folder / "checkpoints"):
@@ -186,14 +187,15 @@ class Window:
     """Sums since the last line of metrics.jsonl. Pieces and processes add up to means over the global batch."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
+        self.sums: dict[str, float] = {}  # of each value, and under "steps/…" of the steps that had it
 
     def add(self, terms: Any, targets: Any, share: float) -> None:
         """terms of a piece that is `share` of the global batch; targets (b, classes)."""
-        values = {f"loss/{name}": float(value.detach()) for name, value in terms.losses.items()} | {"steps": 1.0}
+        losses = {name: float(value.detach()) for name, value in terms.losses.items()}
+        values = {"loss": sum(losses.values())} | {f"loss/{name}": value for name, value in losses.items()}
         if terms.logits is not None:
             values["top1"] = float((terms.logits.detach().argmax(1) == targets.argmax(1)).float().mean())
-        for name, value in values.items():
+        for name, value in (values | {f"steps/{name}": 1.0 for name in values}).items():
             self.sums[name] = self.sums.get(name, 0.0) + share * value
 
     def shared(self, accelerator: Any) -> dict[str, float]:
@@ -207,9 +209,9 @@ class Window:
         return dict(zip(names, accelerator.reduce(sums).tolist(), strict=True))
 
     def take(self, accelerator: Any) -> dict[str, Any]:
-        """Means over the window: {"loss", "losses", "top1"}; starts the next window."""
+        """{"loss", "losses", "top1"}: means over those steps of the window that had them; starts the next window."""
         sums = self.shared(accelerator)
         self.sums = {}
-        means = {name: value / sums["steps"] for name, value in sums.items()}
+        means = {name: value / sums[f"steps/{name}"] for name, value in sums.items() if f"steps/{name}" in sums}
         losses = {name.removeprefix("loss/"): value for name, value in means.items() if name.startswith("loss/")}
-        return {"loss": sum(losses.values()), "losses": losses, "top1": means.get("top1")}
+        return {"loss": means["loss"], "losses": losses, "top1": means.get("top1")}

@@ -197,7 +197,9 @@ class Run:
                 break
             if number:
                 save_run(self)
-                self.log.say(f"stopped at step {self.step}; continue: odevit train {self.folder}/recipe.yaml --resume")
+                command = "distill --recipe" if self.recipe.task == "distill" else "train"
+                again = f"odevit {command} {self.folder / 'recipe.yaml'} --resume"
+                self.log.say(f"stopped at step {self.step}; continue: {again}")
                 raise TrainingInterrupted(128 + number)
             progress = self.progress(elapsed)
             status = self.train_step(next(supply), progress)
