@@ -176,7 +176,7 @@ def agreement_figure(distances: Tensor, radii: Tensor, groups: Tensor) -> "Figur
         for row, name in enumerate(GROUPS):
             of_group = distances[groups == row]
             _ridge(left, of_group, distances, places[row], color(GROUP_COLORS[row]))
-            ticks.append(f"{name}\n{len(of_group)} images")
+            ticks.append(f"{name}\n{len(of_group)} image{'s' * (len(of_group) != 1)}")
         left.set_yticks([place + 0.3 for place in places], ticks)
         left.tick_params(axis="y", length=0, labelcolor=INK)
         left.grid(False)
