@@ -56,7 +56,7 @@ STUDIES: dict[str, dict[str, Arm]] = {
 
 
 def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
-    """Run an arm to its end, or read it when it has ended: test accuracy, parameters, steps, agreement."""
+    """Run an arm to its end, or read it when it has ended; its row of the table."""
     recipe = RECIPES / arm.recipe
     distilled = Recipe.load(recipe).task == "distill"
     finished = (folder / "result.json").exists() and (not distilled or (folder / "comparison.json").exists())
@@ -70,12 +70,13 @@ def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
         fit(Recipe.load(recipe, assignments), resume=True)
     result = json.loads((folder / "result.json").read_text())
     comparison = json.loads((folder / "comparison.json").read_text()) if distilled else {}
+    certified = comparison.get("certified_agreement")
     return {
-        "test top-1": f"{result['top1']:.2%}",
+        "top-1": f"{result['top1']:.2%}",
         "agreement": f"{comparison['agreement']:.2%}" if comparison else "",
+        "certified": "" if certified is None else f"{certified:.1%}",
         "parameters": f"{result['parameters']:,}",
         "steps": f"{result['steps']:,}",
-        "seconds": f"{result['seconds']:.0f}",
     }
 
 
@@ -114,8 +115,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         folder = options.output / f"{options.study}-{options.minutes:g}min" / f"{words}-seed{seed}"
         overrides = [f"seed={seed}", f"optim.minutes={options.minutes}", *options.overrides]
         rows[f"{name} (seed {seed})"] = run_arm(arms[name], overrides, folder)
-        columns = ("test top-1", "agreement", "parameters", "steps", "seconds")
-        print_table(f"{options.study}, {options.minutes:g} minutes each", rows, headers=columns)
+    columns = ("top-1", "agreement", "certified", "parameters", "steps")
+    print_table(f"{options.study}, {options.minutes:g} minutes each, test split", rows, headers=columns)
     return rows
 
 

@@ -127,6 +127,7 @@ def test_distillation_arms_share_the_work_and_are_only_read_once_they_are_done(
     assert distillation("claims", *names) == first | second
     assert written == {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
     assert first["ours (seed 0)"]["agreement"].endswith("%")
+    assert first["ours (seed 0)"]["certified"].endswith("%")
     assert first["scratch, with labels (seed 0)"]["agreement"] == ""
 
 
