@@ -33,6 +33,7 @@ class Arm(NamedTuple):
 
 
 OURS = "cifar10-distill.yaml"
+PAPERS_LOSSES = tuple(f"distill.losses.{loss}" for loss in ("cls_path=1", "jasmin=0.1", "patch_path=0", "kl=0"))
 STUDIES: dict[str, dict[str, Arm]] = {
     "claims": {
         "scratch, with labels": Arm("cifar10-scratch.yaml"),
@@ -51,6 +52,7 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "3 fields": Arm(OURS, ("model.num_fields=3",)),
         "AdamW": Arm(OURS, ("optim.name=adamw",)),
         "12 steps": Arm(OURS, ("model.num_steps=12",)),
+        "paper's losses and times": Arm(OURS, (*PAPERS_LOSSES, "distill.placement=distance")),
     },
 }
 
