@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: quickstart test lint types clean help
 
 help:
-	@echo "make quickstart   three minutes: a ViT turned into a flow, with a report"
+	@echo "make quickstart   two minutes, once installed: a ViT turned into a flow, with a report"
 	@echo "make test         lint, types and tests (under 15 minutes on 2 cores)"
 	@echo "make clean        remove .venv and caches"
 

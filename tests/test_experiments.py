@@ -1,33 +1,20 @@
 """Experiments: each committed script runs on a toy budget, and what it concludes follows from its numbers."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import contraction_hypothesis
+import contraction_verdict
+import distillation as distillation_script
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent / "experiments"
+from odevit.recipe import Recipe
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def contraction() -> ModuleType:
-    return script("contraction_hypothesis")
-
-
-def test_contraction_hypothesis_runs(contraction: ModuleType, tmp_path: Path, capsys: Any) -> None:
-    report = contraction.main(["--quick", "--output", str(tmp_path)])
+def test_contraction_hypothesis_runs(tmp_path: Path, capsys: Any) -> None:
+    report = contraction_hypothesis.main(["--quick", "--output", str(tmp_path)])
     assert report["verdict"] in capsys.readouterr().out
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == report["rows"]
     assert (tmp_path / "figure.png").stat().st_size > 10_000
@@ -50,21 +37,21 @@ def test_contraction_hypothesis_runs(contraction: ModuleType, tmp_path: Path, ca
     assert rows["budget"][-1]["agreement"] == base["agreement"]
 
 
-def test_rank_correlation(contraction: ModuleType) -> None:
+def test_rank_correlation() -> None:
     x = torch.tensor([1.0, 2, 3, 4])
-    assert contraction.rank_correlation(x, -x.exp()) == pytest.approx(-1)
-    assert contraction.rank_correlation(x, torch.tensor([1.0, 1, 2, 2])) == pytest.approx(0.8944, abs=1e-4)
-    assert contraction.rank_correlation(x, torch.ones(4)) is None
+    assert contraction_verdict.rank_correlation(x, -x.exp()) == pytest.approx(-1)
+    assert contraction_verdict.rank_correlation(x, torch.tensor([1.0, 1, 2, 2])) == pytest.approx(0.8944, abs=1e-4)
+    assert contraction_verdict.rank_correlation(x, torch.ones(4)) is None
 
 
-def test_the_refitted_head_leaves_out_the_first_directions(contraction: ModuleType) -> None:
+def test_the_refitted_head_leaves_out_the_first_directions() -> None:
     """Two classes told apart along the second largest direction: read from q = 0 and q = 1 on, not from q = 2 on."""
     torch.manual_seed(0)
     labels = torch.arange(400) % 2
     cls = torch.randn(400, 5) * torch.tensor([10.0, 0.1, 0.1, 0.1, 0.1])
     cls[:, 1] += labels
     for first, reads in ((0, True), (1, True), (2, False)):
-        weight, bias = contraction.refitted_head(cls, labels, first)
+        weight, bias = contraction_hypothesis.refitted_head(cls, labels, first)
         right = ((cls @ weight.T + bias).argmax(dim=1) == labels).double().mean()
         normal = torch.nn.functional.normalize(weight[1] - weight[0], dim=0)
         assert (right > 0.9, abs(normal[1]) > 0.9) == (reads, reads)
@@ -74,16 +61,16 @@ def test_the_refitted_head_leaves_out_the_first_directions(contraction: ModuleTy
 @pytest.mark.parametrize(
     ("ratio", "agreement", "words"), [(3.0, 0.95, "not as 'only if'"), (3.0, 0.5, "nothing here contradicts")]
 )
-def test_the_verdict_follows_the_numbers(contraction: ModuleType, ratio: float, agreement: float, words: str) -> None:
+def test_the_verdict_follows_the_numbers(ratio: float, agreement: float, words: str) -> None:
     same = torch.arange(100) < 100 * agreement
-    row = contraction.Row("budget", "1 step", 0.9, 1.0, ratio, ratio, 0.0, agreement, 0.1)
-    result = contraction.conclude([(row, {"ratio": torch.full((100,), ratio), "same": same})])
+    row = contraction_verdict.Row("budget", "1 step", 0.9, 1.0, ratio, ratio, 0.0, agreement, 0.1)
+    result = contraction_verdict.conclude([(row, {"ratio": torch.full((100,), ratio), "same": same})])
     assert words in result["verdict"]
     bins = result["agreement_by_ratio"]["budget"]
     assert [entry["images"] for entry in bins] == [0, 0, 0, 100, 0, 0, 0]
     assert bins[3]["agreement"] == pytest.approx(agreement)
     inside = torch.full((100,), 0.5)
-    broken = contraction.conclude([(row, {"ratio": inside, "same": same})])
+    broken = contraction_verdict.conclude([(row, {"ratio": inside, "same": same})])
     assert broken["certified_images_that_disagree"] == 100 - int(same.sum())
     assert "BROKEN" in broken["verdict"]
 
@@ -110,7 +97,7 @@ def distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     shared += [f"distill.teacher={tmp_path}/teacher", "distill.sample=16"]
     options = ["--minutes", "0.001", "--output", str(tmp_path / "runs")]
     options += [word for value in shared for word in ("--set", value)]
-    return lambda *words: script("distillation").main([*words, *options])
+    return lambda *words: distillation_script.main([*words, *options])
 
 
 def test_distillation_arms_share_the_work_and_are_only_read_once_they_are_done(
@@ -132,10 +119,8 @@ def test_distillation_arms_share_the_work_and_are_only_read_once_they_are_done(
 
 
 def test_every_arm_of_the_ablation_is_a_valid_recipe_and_differs_from_ours() -> None:
-    module = script("distillation")
-    from odevit.recipe import Recipe
-
-    recipes = [Recipe.load(module.RECIPES / a.recipe, list(a.overrides)) for a in module.STUDIES["ablation"].values()]
+    arms = distillation_script.STUDIES["ablation"].values()
+    recipes = [Recipe.load(distillation_script.RECIPES / arm.recipe, list(arm.overrides)) for arm in arms]
     assert len({str(recipe.to_dict()) for recipe in recipes}) == len(recipes)
 
 
