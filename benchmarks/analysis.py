@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
-from odevit.analysis.lyapunov import lyapunov_spectrum, model_exponents
-from odevit.model import OdeViTForImageClassification
-from odevit.solvers import SOLVERS, Grid
+from odevit.dynamics.exponents import lyapunov_spectrum, model_exponents
+from odevit.model.model import OdeViTForImageClassification
+from odevit.model.solvers import SOLVERS, Grid
 
 TANGENTS = 4
 TARGET = 6.0

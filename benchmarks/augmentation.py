@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from odevit.augment import Augment, AugmentConfig
 from odevit.data import batches, prepare
-from odevit.model import OdeViTForImageClassification
-from odevit.splits import MemorySplit
+from odevit.data.augment import Augment, AugmentConfig
+from odevit.data.splits import MemorySplit
+from odevit.model.model import OdeViTForImageClassification
 
 BATCH, SIDE, CLASSES = 64, 32, 10
 ROUNDS = 7

@@ -32,12 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from torchdiffeq import odeint
 
-from odevit.augment import Augment, AugmentConfig
 from odevit.data import batches, prepare
-from odevit.model import OdeViTForImageClassification
-from odevit.optimization import build_optimizers
-from odevit.recipe import OptimConfig
-from odevit.splits import MemorySplit
+from odevit.data.augment import Augment, AugmentConfig
+from odevit.data.splits import MemorySplit
+from odevit.model.model import OdeViTForImageClassification
+from odevit.training.config import OptimConfig
+from odevit.training.optim import build_optimizers
 
 aten = torch.ops.aten
 SIDE, CLASSES = 32, 10

@@ -37,9 +37,9 @@ from torch import Tensor, nn
 
 from odevit.analysis.contraction import agreement
 from odevit.data import DataConfig, load_data, prepare
-from odevit.student import student_of
-from odevit.teachers import Teacher, load_teacher
-from odevit.times import match_steps
+from odevit.distill.meeting import match_steps
+from odevit.distill.student import student_of
+from odevit.teachers.teacher import Teacher, load_teacher
 
 DEPTH, WIDTH = 6, 64
 BATCH = 64

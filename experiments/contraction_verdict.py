@@ -151,7 +151,7 @@ def print_rows(rows: list[Row], conclusion: dict[str, Any]) -> None:
 
 
 def draw(rows: list[Row], conclusion: dict[str, Any], path: Path) -> None:
-    from odevit.analysis.style import MUTED, color, figure_style, subplots
+    from odevit.analysis.report.style import MUTED, color, figure_style, subplots
 
     with figure_style():
         figure, (left, right) = subplots(1, 2, width=9, height=3.6)

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from odevit.plug import run_distillation
+from odevit.commands.console import print_table
+from odevit.commands.distill import run_distillation
 from odevit.recipe import Recipe
-from odevit.tables import print_table
-from odevit.train import fit
+from odevit.training.loop import fit
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

@@ -41,7 +41,7 @@ def quickstart(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to.")] = Path("runs/quickstart"),
 ) -> None:
     """Three minutes: train a small ViT on handwritten digits, turn it into an ODE-ViT, and report what happened."""
-    from odevit.quickstart import main as run
+    from odevit.commands.quickstart import main as run
 
     run(output)
 
@@ -54,11 +54,11 @@ def info(
     as_json: AsJson = False,
 ) -> None:
     """Parameters, multiply-accumulates, bytes and the Lipschitz bound of a model."""
-    from odevit.classifiers import load_odevit
-    from odevit.config import PRESETS
-    from odevit.cost import describe
-    from odevit.model import OdeViTForImageClassification
-    from odevit.tables import print_info
+    from odevit.commands.console import print_info
+    from odevit.dynamics.cost import describe
+    from odevit.model.config import PRESETS
+    from odevit.model.model import OdeViTForImageClassification
+    from odevit.training.classifiers import load_odevit
 
     known = model in PRESETS
     if not known and "/" not in model and not Path(model).exists():
@@ -77,7 +77,7 @@ def train(
 ) -> None:
     """Train an ODE-ViT, or fine-tune any Hugging Face image classifier, as a recipe says."""
     from odevit.recipe import Recipe
-    from odevit.train import fit
+    from odevit.training.loop import fit
 
     overrides = [*(set_ or []), *(["data.strict=true"] if strict else [])]
     fit(Recipe.load(recipe, overrides), resume=resume, overwrite=overwrite)
@@ -94,10 +94,10 @@ def evaluate_(
     as_json: AsJson = False,
 ) -> None:
     """Top-1/3/5 accuracy of a model, from exact counts."""
-    from odevit.classifiers import load_classifier
-    from odevit.evaluation import evaluate
-    from odevit.study import choose_split, load_data_for
-    from odevit.tables import print_numbers
+    from odevit.commands.console import print_numbers
+    from odevit.commands.study import choose_split, load_data_for
+    from odevit.training.classifiers import load_classifier
+    from odevit.training.evaluation import evaluate
 
     network = load_classifier(model)
     chosen = choose_split(load_data_for(network, data, max_images), split)
@@ -121,7 +121,7 @@ def distill(
     ] = False,
 ) -> None:
     """Turn a trained ViT into an ODE-ViT with about ten times fewer parameters."""
-    from odevit.plug import run_distillation
+    from odevit.commands.distill import run_distillation
 
     overrides = [*(set_ or []), *(["data.strict=true"] if strict else [])]
     run_distillation(
@@ -140,7 +140,7 @@ def analyze(
     output: Output = None,
 ) -> None:
     """See the dynamics: Lyapunov exponents, stability, contraction, step robustness, attention … in one report."""
-    from odevit.study import analyze as run
+    from odevit.commands.study import analyze as run
 
     run(model, data, teacher=teacher, only=only.split(",") if only else None, max_images=max_images, output=output)
 
@@ -154,7 +154,7 @@ def audit(
     output: Output = None,
 ) -> None:
     """Is this ViT ODE-able? Velocity, curvature and tied-field residual of its layers, before any training."""
-    from odevit.study import audit as run
+    from odevit.commands.study import audit as run
 
     run(teacher, data, image_size=image_size, max_images=max_images, output=output)
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 processes = multiprocessing.get_context("forkserver")
-preload = "odevit_cli odevit.train odevit.model accelerate kornia.augmentation sklearn.datasets matplotlib.figure"
+preload = (
+    "odevit_cli odevit.training.loop odevit.model accelerate kornia.augmentation sklearn.datasets matplotlib.figure"
+)
 processes.set_forkserver_preload([*preload.split(), "torch.distributed.fsdp", "child_processes"])
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from odevit.teachers import TEACHERS, Teacher, load_teacher
+from odevit.teachers.teacher import TEACHERS, Teacher, load_teacher
 
 SIZES = {"image_size": 32, "patch_size": 8, "num_labels": 5, "num_channels": 3}
 

@@ -4,10 +4,18 @@ Importing odevit registers its classes with transformers' Auto classes, so `Auto
 `pipeline("image-classification")` know them.
 """
 
-from odevit.config import PRESETS, OdeViTConfig
-from odevit.field import VectorField
-from odevit.model import OdeViTForImageClassification, OdeViTModel
-from odevit.solvers import SOLVERS, NonFiniteStateError, Solution, SolverError, solve
+from odevit.model import (
+    PRESETS,
+    SOLVERS,
+    NonFiniteStateError,
+    OdeViTConfig,
+    OdeViTForImageClassification,
+    OdeViTModel,
+    Solution,
+    SolverError,
+    VectorField,
+    solve,
+)
 
 __version__ = "0.1.0"
 

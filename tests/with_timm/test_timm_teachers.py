@@ -5,7 +5,7 @@ import torch
 from teacher_contract import SIZES, TeacherContract, images, randomise, read_out
 from torch import nn
 
-from odevit.teachers import TEACHERS, load_teacher, resize_classifier, resize_patch_kernel
+from odevit.teachers.teacher import TEACHERS, load_teacher, resize_classifier, resize_patch_kernel
 
 pytest.importorskip("timm.models", reason="timm is an optional extra")
 pytest.importorskip("torchvision.models", reason="torchvision is needed by timm")

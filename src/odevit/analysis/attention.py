@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from odevit.analysis import Finding, HtmlFigure, Study, register_analysis
-from odevit.solvers import Grid
+from odevit.model.solvers import Grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -168,7 +168,7 @@ def grid_figure(
     teacher: Tensor | None = None,
 ) -> "Figure":
     """One row per image: the image, its maps (K, M) at `steps`, and the teacher's map (rows, M)."""
-    from odevit.analysis.style import MUTED, figure_style, image_axes, subplots
+    from odevit.analysis.report.style import MUTED, figure_style, image_axes, subplots
 
     columns = 1 + len(steps) + (teacher is not None)
     with figure_style():
@@ -191,7 +191,7 @@ def grid_figure(
 
 def animate(rows: Sequence[Tensor], colors: Sequence[np.ndarray], times: Sequence[float], horizon: float) -> HtmlFigure:
     """The images side by side, one frame per step, over a bar that shows the time. rows: maps (K, M) per image."""
-    from odevit.analysis.html_figures import animation
+    from odevit.analysis.report.html_figures import animation
 
     heat = [heats(maps, image.shape[:2]) for maps, image in zip(rows, colors, strict=True)]  # each (K, H, W)
     factor = max(1, math.ceil(TILE / colors[0].shape[0]))
@@ -207,7 +207,7 @@ def animate(rows: Sequence[Tensor], colors: Sequence[np.ndarray], times: Sequenc
 
 def focus_figure(times: Sequence[float], focus: Tensor, teacher: Tensor | None) -> "Figure":
     """Effective share of patches over time: heads (K, h), their mean, the teacher's last block (b, h, M)."""
-    from odevit.analysis.style import MUTED, color, figure_style, subplots
+    from odevit.analysis.report.style import MUTED, color, figure_style, subplots
 
     with figure_style():
         figure, axes = subplots(width=5.6, height=2.8)

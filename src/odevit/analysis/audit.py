@@ -26,7 +26,7 @@ from odevit.analysis.tied_field import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from odevit.teachers import Teacher
+    from odevit.teachers.teacher import Teacher
 
 FIELD_TOLERANCE = 0.1  # k fields are enough when they explain this share less than the best number of fields, at most
 EULER_TOLERANCE = 0.1  # K steps are enough when Euler's estimated error is below this share of the path's length
@@ -215,7 +215,7 @@ def steps_finding(shapes: dict[str, PathShape], steps: int) -> Finding:
 
 
 def fields_figure(fits: list[PhaseFit], fields: int) -> "Figure":
-    from odevit.analysis.style import MUTED, color, figure_style, subplots
+    from odevit.analysis.report.style import MUTED, color, figure_style, subplots
 
     depth = len(fits)
     layers = list(range(1, depth + 1))
@@ -241,7 +241,7 @@ def fields_figure(fits: list[PhaseFit], fields: int) -> "Figure":
 
 
 def shape_figure(shapes: dict[str, PathShape]) -> "Figure":
-    from odevit.analysis.style import MUTED, color, figure_style, subplots
+    from odevit.analysis.report.style import MUTED, color, figure_style, subplots
 
     with figure_style():
         figure, (left, right) = subplots(1, 2, width=7.4, height=2.9)

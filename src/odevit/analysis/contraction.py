@@ -168,7 +168,7 @@ def _group(student_right: Tensor, teacher_right: Tensor) -> Tensor:
 
 def agreement_figure(distances: Tensor, radii: Tensor, groups: Tensor) -> "Figure":
     """The paper's Figure 3: distances by who is right; beside it distance against radius. All (N,)."""
-    from odevit.analysis.style import INK, color, figure_style, subplots
+    from odevit.analysis.report.style import INK, color, figure_style, subplots
 
     with figure_style():
         figure, (left, right) = subplots(1, 2, width=7.4, height=3.3, width_ratios=(1.1, 1))
@@ -192,7 +192,7 @@ def agreement_figure(distances: Tensor, radii: Tensor, groups: Tensor) -> "Figur
 
 def _against_radius(axes: Any, distances: Tensor, radii: Tensor, groups: Tensor) -> None:
     """The right panel: below the diagonal, agreement is certain. A distance of zero is drawn at the lower edge."""
-    from odevit.analysis.style import MUTED, PAPER, color
+    from odevit.analysis.report.style import MUTED, PAPER, color
 
     middle = radii.median().item()
     distances = distances.clamp_min(1e-3 * middle)
@@ -211,7 +211,7 @@ def _against_radius(axes: Any, distances: Tensor, radii: Tensor, groups: Tensor)
 
 def _ridge(axes: Any, values: Tensor, everything: Tensor, place: float, color: str) -> None:
     """One row of the left panel: a histogram scaled to its own height above a base line, and its median."""
-    from odevit.analysis.style import INK, RULE
+    from odevit.analysis.report.style import INK, RULE
 
     axes.axhline(place, color=RULE, linewidth=0.7, zorder=0)
     if len(values) == 0:

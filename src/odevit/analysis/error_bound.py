@@ -20,9 +20,9 @@ from torch.nn.utils import parametrize
 
 from odevit.analysis import Finding, Study, register_analysis
 from odevit.analysis.bootstrap import number
-from odevit.jacobian import curvature, error_bound, jacobian_norm, log_norm
-from odevit.lipschitz import ATTENTION_BOUNDS, field_bound
-from odevit.solvers import solve
+from odevit.dynamics.bounds import ATTENTION_BOUNDS, field_bound
+from odevit.dynamics.jacobian import curvature, error_bound, jacobian_norm, log_norm
+from odevit.model.solvers import solve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,7 +138,7 @@ def _text(counts: list[int], measured: Tensor, bounds: dict[str, Tensor], order:
 
 
 def _figure(counts: list[int], measured: Tensor, bounds: dict[str, Tensor]) -> "Figure":
-    from odevit.analysis.style import INK, color, figure_style, subplots
+    from odevit.analysis.report.style import INK, color, figure_style, subplots
 
     with figure_style():
         figure, axes = subplots(height=3.2)

@@ -21,7 +21,7 @@ from odevit.analysis.step_sweep import (
     settings_within,
     sweep,
 )
-from odevit.solvers import ADAPTIVE, SOLVERS
+from odevit.model.solvers import ADAPTIVE, SOLVERS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -186,7 +186,7 @@ def _name(point: Point) -> str:
 
 def sweep_figure(points: dict[Setting, Point], training: Setting, teacher_accuracy: float | None) -> "Figure":
     """Accuracy and agreement with the training setting against evaluations, one line per solver."""
-    from odevit.analysis.style import INK, MUTED, color, figure_style, subplots
+    from odevit.analysis.report.style import INK, MUTED, color, figure_style, subplots
 
     base, exact = points[training], points[REFERENCE]
     with figure_style():
@@ -219,7 +219,7 @@ def sweep_figure(points: dict[Setting, Point], training: Setting, teacher_accura
 
 def order_figure(orders: dict[str, dict[str, Any]]) -> "Figure":
     """Error against steps, both logarithmic; each line ends with its observed order."""
-    from odevit.analysis.style import color, figure_style, subplots
+    from odevit.analysis.report.style import color, figure_style, subplots
 
     with figure_style():
         figure, axes = subplots(width=5.6, height=3.3)

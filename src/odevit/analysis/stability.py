@@ -10,10 +10,11 @@ from torch.nn.utils import parametrize
 
 from odevit.analysis import Finding, Study, register_analysis
 from odevit.analysis.attack import attack
-from odevit.analysis.certificate import EXACT_STATE, certify, check_certifiable
-from odevit.jacobian import jacobian_norm, log_norm
-from odevit.lipschitz import ATTENTION_BOUNDS, field_bound, spectral_norms
-from odevit.solvers import Grid
+from odevit.dynamics.bounds import ATTENTION_BOUNDS, field_bound
+from odevit.dynamics.certificate import EXACT_STATE, certify, check_certifiable
+from odevit.dynamics.jacobian import jacobian_norm, log_norm
+from odevit.model.solvers import Grid
+from odevit.model.spectral import spectral_norms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -139,7 +140,7 @@ def _radius(study: Study, images: Tensor) -> Finding:
 
 
 def _bars(norms: dict[str, float]) -> "Figure":
-    from odevit.analysis.style import MUTED, color, figure_style, subplots
+    from odevit.analysis.report.style import MUTED, color, figure_style, subplots
 
     with figure_style():
         figure, axes = subplots(height=0.7 + 0.2 * len(norms))
@@ -155,7 +156,7 @@ def _bars(norms: dict[str, float]) -> "Figure":
 
 
 def _curves(measures: PathMeasures, depth: float) -> "Figure":
-    from odevit.analysis.style import MUTED, color, figure_style, subplots
+    from odevit.analysis.report.style import MUTED, color, figure_style, subplots
 
     series = [("bound of ‖J‖", measures.bound), ("‖J‖", measures.norm), ("log-norm μ", measures.log_norm)]
     with figure_style():
@@ -176,7 +177,7 @@ def _curves(measures: PathMeasures, depth: float) -> "Figure":
 
 
 def _radii(radius: Tensor, attacked: Tensor, estimate: Tensor) -> "Figure":
-    from odevit.analysis.style import MUTED, color, figure_style, subplots
+    from odevit.analysis.report.style import MUTED, color, figure_style, subplots
 
     shown = attacked.isfinite()
     x = attacked[shown].tolist()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from odevit.analysis import Finding, HtmlFigure, Study, register_analysis
-from odevit.times import match_steps
+from odevit.distill.meeting import match_steps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ def plane_figure(
     projected: Projected, labels: Tensor, drawn: dict[int, Tensor], names: list[str], explained: Tensor
 ) -> "Figure":
     """Left: paths, images thin and class means thick. Right: where they end, joined with the teacher's end."""
-    from odevit.analysis.style import MUTED, PAPER, color, figure_style, subplots
+    from odevit.analysis.report.style import MUTED, PAPER, color, figure_style, subplots
 
     student, teacher = projected
     with figure_style():
@@ -175,7 +175,7 @@ def plane_figure(
 
 def space_figure(projected: Projected, labels: Tensor, drawn: dict[int, Tensor], names: list[str]) -> HtmlFigure:
     """The drawn paths in three dimensions; the teacher's are dashed."""
-    from odevit.analysis.html_figures import paths3d
+    from odevit.analysis.report.html_figures import paths3d
 
     paths = []
     for who, points in zip(("", " (teacher)"), projected, strict=True):
@@ -187,7 +187,7 @@ def space_figure(projected: Projected, labels: Tensor, drawn: dict[int, Tensor],
 
 
 def layers_figure(errors: list[dict[str, float]]) -> "Figure":
-    from odevit.analysis.style import MUTED, color, figure_style, subplots
+    from odevit.analysis.report.style import MUTED, color, figure_style, subplots
 
     layers = [error["layer"] for error in errors]
     with figure_style():

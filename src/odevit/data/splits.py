@@ -1,0 +1,199 @@
+"""The images of one split, in memory or decoded by workers as they are asked for."""
+
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from odevit.data.sources import GREY_MODES, CorruptImageError, Table
+
+PROBED_IMAGES = 64  # looked at to learn the number of channels and the size
+DECODE_CHUNK = 1024  # rows read at once while decoding into memory
+DECODE_THREADS = 2  # more only wait for each other on small images
+
+
+class Split(Protocol):
+    """Images and labels of one split."""
+
+    skipped: list[str]  # names of corrupt images met so far
+
+    @property
+    def labels(self) -> Tensor:
+        """(n,) long, of all images."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 images (b, c, H, W) and labels (b,)."""
+        ...
+
+    def stream(self, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """`fetch` of one index tensor after the other."""
+        ...
+
+
+@dataclass
+class MemorySplit:
+    """All images decoded, uint8 (n, c, H, W)."""
+
+    images: Tensor
+    labels: Tensor
+    skipped: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        return self.images[indices], self.labels[indices]
+
+    def stream(self, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        return map(self.fetch, batches)
+
+
+@dataclass
+class StreamedSplit:
+    """Images decoded when asked for. The next readable image stands in for a corrupt one, which is named once."""
+
+    table: Table
+    channels: int
+    size: int
+    workers: int
+    strict: bool
+    skipped: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def labels(self) -> Tensor:
+        return self.table.labels
+
+    def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        return self._report(*self[indices])
+
+    def stream(self, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        loader: DataLoader = DataLoader(
+            self,  # type: ignore[arg-type]  # map-style: one "item" is one batch
+            batch_size=None,
+            sampler=batches,
+            num_workers=self.workers,
+            generator=torch.Generator(),  # its own: the global one must not move, or a resumed run would differ
+        )
+        for images, labels, corrupt in loader:
+            yield self._report(images, labels, corrupt)
+
+    def __getitem__(self, indices: Tensor) -> tuple[Tensor, Tensor, list[str]]:
+        pixels, used, corrupt = [], [], []
+        for wanted in indices.tolist():
+            for index in [*range(wanted, len(self)), *range(wanted)]:
+                try:
+                    pixels.append(self.table.decode(index, self.channels, self.size))
+                    used.append(index)
+                    break
+                except CorruptImageError as error:
+                    if self.strict:
+                        raise
+                    corrupt.append(str(error))
+            else:
+                raise ValueError(f"no image of the {self.table.split} split can be read; the last: {corrupt[-1]}")
+        images = np.stack(pixels) if pixels else np.empty((0, self.channels, self.size, self.size), np.uint8)
+        return torch.from_numpy(images), self.labels[used], corrupt
+
+    def _report(self, images: Tensor, labels: Tensor, corrupt: list[str]) -> tuple[Tensor, Tensor]:
+        new = [name for name in dict.fromkeys(corrupt) if name not in self.skipped]
+        self.skipped.extend(new)
+        if new:
+            _warn_of_corrupt(new, self.table.split)
+        return images, labels
+
+
+def read_splits(
+    tables: dict[str, Table], *, image_size: int | None, strict: bool, memory_limit_mb: int, workers: int
+) -> dict[str, Split]:
+    """Decode into memory what fits there: images of one square size as they are, others resized to `image_size`."""
+    channels, native = _probe(tables["train"])
+    count = sum(len(table) for table in tables.values())
+    limit = memory_limit_mb * 2**20
+
+    def fits(size: int | None) -> bool:
+        return size is not None and count * channels * size * size <= limit
+
+    if fits(native):
+        try:
+            return {name: _decode_all(table, channels, native, None, strict) for name, table in tables.items()}
+        except _SizeError:
+            native = None  # the probe met one size only, but there are more
+    if native is None and image_size is None:
+        raise ValueError("the images have different sizes or are not square: set image_size, to which they are resized")
+    if fits(image_size):
+        return {name: _decode_all(table, channels, image_size, image_size, strict) for name, table in tables.items()}
+    size = image_size or native
+    assert size is not None
+    return {name: StreamedSplit(table, channels, size, workers, strict) for name, table in tables.items()}
+
+
+class _SizeError(Exception):
+    """An image has another size than the first ones."""
+
+
+def _probe(table: Table) -> tuple[int, int | None]:
+    """Channels (1 if all probed images are grey, else 3) and the side that all of them have, if they are square."""
+    sizes, grey, failed = set(), True, ""
+    for index in torch.linspace(0, len(table) - 1, min(PROBED_IMAGES, len(table))).long().tolist():
+        try:
+            image = table.open(index)
+        except CorruptImageError as error:
+            failed = str(error)
+            continue
+        sizes.add(image.size)
+        grey = grey and image.mode in GREY_MODES
+    if not sizes:
+        raise ValueError(f"none of the images looked at can be read, for example {failed}")
+    width, height = sizes.pop()
+    return (1 if grey else 3), (width if width == height and not sizes else None)
+
+
+def _decode_all(table: Table, channels: int, side: int | None, resize_to: int | None, strict: bool) -> MemorySplit:
+    assert side is not None
+    images = np.empty((len(table), channels, side, side), dtype=np.uint8)
+    corrupt: dict[int, str] = {}
+
+    def decode(index: int, cell: dict) -> None:
+        try:
+            pixels = table.decode_cell(index, cell, channels, resize_to)
+        except CorruptImageError as error:
+            corrupt[index] = str(error)
+            return
+        if pixels.shape[1:] != (side, side):
+            raise _SizeError
+        images[index] = pixels
+
+    with ThreadPoolExecutor(DECODE_THREADS) as pool:
+        for start in range(0, len(table), DECODE_CHUNK):
+            rows = table.rows[start : start + DECODE_CHUNK].tolist()
+            list(pool.map(decode, range(start, start + len(rows)), table.dataset[rows][table.image_column]))
+    kept = torch.tensor([index for index in range(len(table)) if index not in corrupt], dtype=torch.long)
+    names = [corrupt[index] for index in sorted(corrupt)]
+    if strict and names:
+        raise CorruptImageError(f"{len(names)} corrupt images in the {table.split} split: {_listed(names)}")
+    if len(kept) == 0:
+        raise ValueError(f"no image of the {table.split} split can be read: {_listed(names)}")
+    if names:
+        _warn_of_corrupt(names, table.split)
+        return MemorySplit(torch.from_numpy(images)[kept], table.labels[kept], names)
+    return MemorySplit(torch.from_numpy(images), table.labels, names)
+
+
+def _warn_of_corrupt(names: list[str], split: str) -> None:
+    warnings.warn(f"{len(names)} corrupt images of the {split} split skipped: {_listed(names)}", stacklevel=2)
+
+
+def _listed(names: list[str]) -> str:
+    return "; ".join(names[:5]) + (f"; and {len(names) - 5} more" if len(names) > 5 else "")

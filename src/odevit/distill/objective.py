@@ -1,0 +1,265 @@
+"""Turn any trained ViT into an ODE-ViT: a teacher's trajectory, met at checkpoint times.
+
+Collocation fits the field to the teacher's layer-to-layer velocities at the teacher's own states, one evaluation per
+image; the unrolled phase integrates from the image and compares the whole path, with teacher forcing annealed away.
+
+Shapes: b batch, D teacher blocks, M patches, E extra tokens of the teacher, R registers of the student, d width.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from odevit.data import Data, derive_seed
+from odevit.distill.cache import TrajectoryCache, Transform, open_cache
+from odevit.distill.losses import LOSSES, Meeting
+from odevit.distill.meeting import PLACEMENTS, checkpoint_times, collocation_loss, match_steps, token_groups, unroll
+from odevit.distill.student import student_of
+from odevit.model.model import OdeViTForImageClassification
+from odevit.model.solvers import SOLVERS
+from odevit.teachers.teacher import Teacher, TeacherTrace, load_teacher
+from odevit.training.evaluation import model_input
+from odevit.training.objectives import Terms
+
+LAYER_WEIGHTS = ("none", "variance", "last")
+MEASURED_AT_ONCE = 64  # images
+SMALLEST_VARIANCE = 1e-4  # of the largest layer's: bounds how much more a layer can count than another
+
+
+@dataclass
+class DistillConfig:
+    """How a student learns from its teacher. The student's own fields are in the recipe's `model`."""
+
+    teacher: str = ""  # folder or hub name
+    losses: dict[str, float] = field(default_factory=lambda: {"cls_path": 1.0})  # names in `losses.LOSSES`, weights
+    placement: str = "distance"  # of the checkpoint times: "distance" (paper) or "uniform"
+    temperature: float | None = None  # of the distance placement; None: 3 · mean distance
+    layer_weights: str = "none"  # "none" (paper), "variance" (1 / (layers · variance over images)) or "last"
+    kl_temperature: float = 1.0
+    collocation: float = 0.0  # share of the run spent on velocities, before any unrolling
+    forcing: float = 0.0  # share of the run, after collocation, in which teacher forcing goes from always to never
+    freeze_head: bool = True  # the teacher's norm and head stay as they are
+    cache: str = "none"  # "none" (teacher online), "cls" or "all": which tokens of its states are kept on disk
+    cache_views: int = 1  # augmented versions of each image in the cache; an epoch goes through all of them
+    cache_folder: str = "cache"
+    sample: int = 2048  # training images from which distances and variances are measured
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.losses if name not in LOSSES]
+        try:
+            self.losses = {name: float(weight) for name, weight in self.losses.items()}  # YAML reads 1e-3 as text
+        except (TypeError, ValueError):
+            raise ValueError(f"distill.losses must be numbers, got {self.losses}") from None
+        if unknown or not any(self.losses.values()):
+            raise ValueError(f"distill.losses: {unknown or 'nothing'}; give weights to some of {', '.join(LOSSES)}")
+        choices = {"placement": tuple(PLACEMENTS), "layer_weights": LAYER_WEIGHTS, "cache": ("none", "cls", "all")}
+        for name, valid in choices.items():
+            if getattr(self, name) not in valid:
+                raise ValueError(f"distill.{name} must be one of {', '.join(valid)}, got {getattr(self, name)!r}")
+        for name in ("collocation", "forcing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"distill.{name} is a share of the run, between 0 and 1; got {getattr(self, name)}")
+        for name in ("kl_temperature", "sample", "cache_views"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"distill.{name} must be positive, got {getattr(self, name)}")
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        wanted = {name for name, weight in self.losses.items() if weight}
+        if self.cache != "none" and "attention" in wanted:
+            raise ValueError("the attention loss needs the teacher online, attention is not cached: distill.cache=none")
+        needing = [name for name in ("collocation", "forcing") if getattr(self, name)]
+        needing += sorted(wanted & {"patch_path", "register_path"})
+        if self.cache == "cls" and needing:
+            raise ValueError(
+                f"{', '.join(needing)} needs all tokens of the teacher's states: set distill.cache to none or all"
+            )
+
+
+class TeacherStatistics(NamedTuple):
+    """distances (D,): mean ‖h_l[CLS] - h_{l-1}[CLS]‖; variances (D, n): mean ‖h_l - its mean‖² of each token."""
+
+    distances: Tensor
+    variances: Tensor
+
+
+def measure_teacher(traces: Iterable[TeacherTrace]) -> TeacherStatistics:
+    """Statistics over the images of all traces, in float64."""
+    count, distances, total, squares = 0, torch.tensor(0.0), torch.tensor(0.0), torch.tensor(0.0)
+    for trace in traces:
+        states = torch.stack(trace.states).cpu().double()  # (D + 1, b, n, d)
+        count += states.shape[1]
+        distances = distances + states[:, :, 0].diff(dim=0).norm(dim=-1).sum(dim=1)
+        total = total + states[1:].sum(dim=1)  # (D, n, d)
+        squares = squares + states[1:].square().sum(dim=(1, 3))  # (D, n)
+    return TeacherStatistics(distances / count, squares / count - (total / count).square().sum(dim=-1))
+
+
+def layer_weights(kind: str, variances: Tensor, num_patches: int) -> Tensor:
+    """(D, n) → weights (D, n). "variance": CLS, patches and extras each by their own mean variance, so that a path
+    that predicts the mean state everywhere costs 1, whatever the teacher's scale."""
+    weights = torch.ones_like(variances)
+    if kind == "last":
+        weights[:-1] = 0
+    if kind == "variance":
+        for tokens in token_groups(num_patches):
+            mean = variances[:, tokens].mean(dim=1, keepdim=True)  # (D, 1)
+            if mean.isfinite().all():  # else there are no such tokens
+                weights[:, tokens] = 1 / (len(mean) * mean.clamp_min(SMALLEST_VARIANCE * float(mean.max())))
+    return weights.float()
+
+
+def build(
+    recipe: Any, data: Data, teacher: Teacher | None = None, device: torch.device | str = "cpu"
+) -> tuple[OdeViTForImageClassification, "Distillation"]:
+    """Student and objective of a recipe with `task: distill`. The student's checkpoint times go into its config.
+
+    teacher: loaded as the recipe says unless given. device: where it runs. A cache, if wanted, is built here.
+    """
+    config: DistillConfig = recipe.distill
+    if teacher is None:
+        if not config.teacher:
+            raise ValueError(
+                "distillation needs a teacher: --teacher DIRECTORY_OR_HUB_NAME, or distill.teacher in the recipe"
+            )
+        teacher = load_teacher(config.teacher, image_size=recipe.data.image_size)
+    teacher.to(device)
+    options = dict(recipe.model)
+    if not teacher.num_labels:
+        options.setdefault("num_labels", len(data.class_names))
+    if teacher.mean is None:
+        options.setdefault("image_mean", data.mean)
+        options.setdefault("image_std", data.std)
+    torch.manual_seed(derive_seed(recipe.seed, "initial weights"))  # whatever loading the teacher has drawn
+    student = student_of(teacher, freeze_head=config.freeze_head, **options)
+    check_plan(config, teacher, student)
+    cache = None
+    if config.cache != "none":
+        transform = Transform(
+            image_size=student.config.image_size,
+            mean=tuple(student.config.image_mean),
+            std=tuple(student.config.image_std),
+            augment=recipe.augment,
+            views=config.cache_views,
+            seed=recipe.seed,
+        )
+        cache = open_cache(config.cache_folder, teacher, data.train, transform, tokens=config.cache)
+    statistics = measure_teacher(sample_traces(student, teacher, cache, data, config.sample))
+    student.config.checkpoint_times = checkpoint_times(
+        statistics.distances,
+        horizon=student.config.horizon,
+        placement=config.placement,
+        temperature=config.temperature,
+    )
+    return student, Distillation(teacher, config, statistics, cache)
+
+
+def check_plan(config: DistillConfig, teacher: Teacher, student: OdeViTForImageClassification) -> None:
+    """What can only be told once teacher and student are there."""
+    wanted = {name for name, weight in config.losses.items() if weight}
+    if "kl" in wanted and not teacher.num_labels:
+        raise ValueError("the kl loss needs a teacher with a classification head: set distill.losses.kl to 0")
+    if teacher.parts().head_weight is None and not wanted & {"kl", "cross_entropy"}:
+        raise ValueError(
+            f"nothing would train the student's head, which is fresh ({teacher.parts().head_note}): give a weight "
+            "to distill.losses.kl or cross_entropy"
+        )
+    if "register_path" in wanted and not student.config.num_registers == teacher.extra_tokens > 0:
+        raise ValueError(
+            "register_path compares registers with the teacher's extra tokens, so there must be as many: "
+            f"{student.config.num_registers} registers, {teacher.extra_tokens} extra tokens"
+        )
+    if config.forcing and student.config.solver not in SOLVERS:
+        raise ValueError(
+            f"teacher forcing needs a solver with fixed steps ({', '.join(SOLVERS)}), got {student.config.solver}"
+        )
+
+
+def sample_traces(
+    student: OdeViTForImageClassification, teacher: Teacher, cache: TrajectoryCache | None, data: Data, sample: int
+) -> Iterator[TeacherTrace]:
+    """The teacher's traces of up to `sample` training images, spread evenly over the split (or its cached views)."""
+    device = next(teacher.parameters()).device
+    count = len(data.train) if cache is None else len(cache.split)
+    rows = torch.linspace(0, count - 1, min(sample, count)).round().long().split(MEASURED_AT_ONCE)
+    if cache is not None:
+        yield from map(cache.trace, rows)
+        return
+    for images, _ in data.train.stream(list(rows)):
+        yield teacher.trace(model_input(student, images.to(device)))
+
+
+class Distillation:
+    """The objective: collocation first, then the unrolled path. Labels enter only through the cross_entropy loss.
+
+    The teacher is no part of the model: it is neither trained, averaged, saved nor distributed.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        config: DistillConfig,
+        statistics: TeacherStatistics,
+        cache: TrajectoryCache | None = None,
+    ):
+        self.teacher, self.config, self.statistics, self.cache = teacher, config, statistics, cache
+        self.weights = layer_weights(config.layer_weights, statistics.variances, teacher.num_patches)  # (D, n)
+
+    def training_data(self, data: Data) -> Data:
+        """With a cache the training images are its views, and are augmented already."""
+        return data if self.cache is None else dataclasses.replace(data, train=self.cache.split, augmented=True)
+
+    def phase(self, progress: float) -> str:
+        if progress < self.config.collocation:
+            return "collocation"
+        return "teacher forcing" if self.forced(progress) else "unrolled"
+
+    def forced(self, progress: float) -> float:
+        """Probability that a state is replaced by the teacher's after it has been compared: 1 → 0, linearly."""
+        if not self.config.forcing:
+            return 0.0
+        return max(0.0, 1 - (progress - self.config.collocation) / self.config.forcing)
+
+    def __call__(
+        self,
+        model: OdeViTForImageClassification,
+        images: Tensor,
+        targets: Tensor,
+        indices: Tensor,
+        *,
+        progress: float,
+        num_steps: int | None,
+    ) -> Terms:
+        num_steps = num_steps or model.config.num_steps
+        unrolled = progress >= self.config.collocation
+        trace = self.observe(images, indices, attention=unrolled and bool(self.config.losses.get("attention")))
+        weights = self.weights.to(images.device)
+        if not unrolled:
+            return Terms({"collocation": collocation_loss(model, trace.states, weights, num_steps)}, None, 1)
+        pairs = match_steps(model.config.checkpoint_times, num_steps)
+        path, evaluations = unroll(model, images, trace.states, num_steps, pairs, self.forced(progress))
+        layers, steps = zip(*pairs, strict=True)
+        meeting = Meeting(
+            model=model,
+            path=path,
+            student=torch.stack([path[step] for step in steps]),
+            teacher=torch.stack([trace.states[layer] for layer in layers]),
+            weights=weights[[layer - 1 for layer in layers]],
+            logits=model.classify(path[-1]),
+            teacher_logits=trace.logits,
+            teacher_attention=trace.attention,
+            targets=targets,
+            temperature=self.config.kl_temperature,
+        )
+        losses = {name: weight * LOSSES[name](meeting) for name, weight in self.config.losses.items() if weight}
+        return Terms(losses, meeting.logits, evaluations)
+
+    def observe(self, images: Tensor, indices: Tensor, attention: bool = False) -> TeacherTrace:
+        """The teacher's trace of a batch: from the cache when there is one, else by running it where the images are."""
+        if self.cache is not None:
+            return self.cache.trace(indices)
+        return self.teacher.to(images.device).trace(images, attention=attention)

@@ -1,0 +1,1 @@
+"""What a flow does: bounds, Jacobians, exponents, certificates and cost. Knows the model only."""

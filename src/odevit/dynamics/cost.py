@@ -1,0 +1,105 @@
+"""What a model weighs and costs: parameters, multiply-accumulates with attention included, bytes, milliseconds."""
+
+import copy
+import time
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.utils.flop_counter import FlopCounterMode
+
+from odevit.model.solvers import ADAPTIVE, SOLVERS
+
+
+class Macs(NamedTuple):
+    """Multiply-accumulates for one image: everything, and what the flow (or the blocks) alone takes."""
+
+    total: int
+    flow: int
+
+
+def count_macs(model: nn.Module, *, num_steps: int | None = None, solver: str | None = None) -> Macs:
+    """Counted by running the model on the meta device: shared blocks count as often as they run, attention included.
+
+    Works for any Hugging Face image classifier; `flow` is what the block stack costs without tokenizer and head. The
+    adaptive solvers choose their steps by the image, so they have no count: ValueError.
+    """
+    config: Any = model.config
+    scheme = solver or getattr(config, "solver", None)
+    if scheme in ADAPTIVE:
+        raise ValueError(
+            f"{scheme} chooses its steps by the image, so it has no count of multiply-accumulates; "
+            f"choose one of {', '.join(SOLVERS)}"
+        )
+    ghost = copy.deepcopy(model).eval().to("meta")
+    _drop_parametrizations(ghost)
+    image = torch.empty(1, config.num_channels, config.image_size, config.image_size, device="meta")
+    options = {name: value for name, value in (("num_steps", num_steps), ("solver", solver)) if value is not None}
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        ghost(image, **options)
+    total = counter.get_total_flops() // 2
+    around = 0
+    for name, module in ghost.named_modules():
+        if isinstance(module, nn.Conv2d) or name in ("classifier", "head"):
+            counts = counter.get_flop_counts().get(f"{type(ghost).__name__}.{name}", {})
+            around += sum(counts.values()) // 2
+    return Macs(total, total - around)
+
+
+def _drop_parametrizations(model: nn.Module) -> None:
+    """A spectral cap is computed once per batch, and never once the weights are final: not a cost of an image."""
+    for module in model.modules():
+        if parametrize.is_parametrized(module):
+            for name in list(module.parametrizations):  # type: ignore[arg-type]
+                parametrize.remove_parametrizations(module, name)
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """total, trainable, and of the blocks (fields) alone."""
+    base = getattr(model, "odevit", model)
+    blocks = getattr(base, "fields", None)
+    return {
+        "total": sum(p.numel() for p in model.parameters()),
+        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "blocks": sum(p.numel() for p in blocks.parameters()) if blocks is not None else 0,
+    }
+
+
+def describe(model: Any, *, num_steps: int | None = None, solver: str | None = None) -> dict[str, Any]:
+    """The numbers behind `odevit info`."""
+    from odevit.dynamics.bounds import field_bound
+
+    config, parameters = model.config, count_parameters(model)
+    macs = count_macs(model, num_steps=num_steps, solver=solver)
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(1, config.num_channels, config.image_size, config.image_size, generator=generator)
+    with torch.no_grad():
+        tokens = model.odevit.embed(image)
+        try:
+            bounds = [float(field_bound(field, tokens)) for field in model.odevit.fields]
+        except ValueError:  # no bound is known for this attention
+            bounds = []
+    return {
+        "parameters": parameters,
+        "num_steps": num_steps if num_steps is not None else config.num_steps,
+        "solver": solver or config.solver,
+        "macs": {"total": macs.total, "flow": macs.flow},
+        "bytes": sum(t.numel() * t.element_size() for t in model.state_dict().values()),
+        "lipschitz_bound": max(bounds) if bounds else None,
+    }
+
+
+@torch.no_grad()
+def milliseconds_per_image(models: dict[str, nn.Module], images: Tensor, repeats: int = 5) -> dict[str, float]:
+    """Median over repeats, the models taking turns, so that a noisy machine disturbs all of them alike."""
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for repeat in range(repeats + 1):
+        for name, model in models.items():
+            start = time.perf_counter()
+            model(images)
+            if repeat:  # the first one warms up
+                times[name].append((time.perf_counter() - start) * 1000 / len(images))
+    return {name: median(values) for name, values in times.items()}

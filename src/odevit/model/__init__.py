@@ -1,0 +1,19 @@
+"""The ODE-ViT itself: torch and transformers, nothing else."""
+
+from odevit.model.config import PRESETS, OdeViTConfig
+from odevit.model.field import VectorField
+from odevit.model.model import OdeViTForImageClassification, OdeViTModel
+from odevit.model.solvers import SOLVERS, NonFiniteStateError, Solution, SolverError, solve
+
+__all__ = [
+    "PRESETS",
+    "SOLVERS",
+    "NonFiniteStateError",
+    "OdeViTConfig",
+    "OdeViTForImageClassification",
+    "OdeViTModel",
+    "Solution",
+    "SolverError",
+    "VectorField",
+    "solve",
+]

@@ -1,0 +1,164 @@
+"""OdeViTConfig: everything that defines an ODE-ViT, and the presets."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from odevit.model.layers import ATTENTIONS, NORMS, TOKENIZERS
+from odevit.model.solvers import Grid, check_solver
+
+FORMAT_VERSION = 1  # raised when an older odevit could no longer read a newer config
+
+
+@strict
+class OdeViTConfig(PreTrainedConfig):
+    """Configuration of an ODE-ViT.
+
+    image_size, patch_size, num_channels: what the tokenizer expects.
+    tokenizer: "patch" (one strided convolution) or "conv" (a stem of 3×3 convolutions, better on small images).
+    hidden_size, num_attention_heads, mlp_ratio: width d, heads h, hidden width of the MLP over d.
+    num_registers: learned tokens without position at the end of the sequence; 0 is allowed.
+    depth: D, the discrete depth being emulated; the field is scaled by D / horizon.
+    horizon: T, the end of the time interval.
+    num_steps, solver: K and the scheme; both can be changed at any call without retraining.
+    num_fields: 1 is the paper (autonomous); k gives each k-th of [0, T] its own parameters.
+    norm: "center" (Lipschitz) or "layer"; attention: "softmax", "l2" (Lipschitz, tied) or "sinkhorn".
+    layer_norm_eps: of every LayerNorm, where there is one.
+    bias: biases in the attention and MLP matrices (the paper has none; a ViT's blocks have).
+    final_norm: norm before the classifier: "none" (the paper from scratch), "layer" (as behind a teacher) or "center".
+    dropout, drop_path: rates, active in training only.
+    spectral_cap: None, or the largest spectral norm that any matrix of the field may ever have.
+    checkpoint_times: times at which a distilled student met its teacher's layers.
+    image_mean, image_std: normalisation of the input, per channel; written into the image processor on saving.
+    """
+
+    model_type = "odevit"
+    keys_to_ignore_at_inference = ["hidden_states", "attentions", "evaluations"]  # noqa: RUF012 (Trainer wants a list)
+
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    tokenizer: str = "patch"
+    hidden_size: int = 768
+    num_attention_heads: int = 12
+    mlp_ratio: float | int = 4.0
+    num_registers: int = 0
+    depth: float | int = 12.0
+    horizon: float | int = 1.0
+    num_steps: int = 12
+    solver: str = "euler"
+    num_fields: int = 1
+    norm: str = "center"
+    attention: str = "softmax"
+    layer_norm_eps: float = 1e-6
+    bias: bool = False
+    final_norm: str = "layer"
+    dropout: float | int = 0.0
+    drop_path: float | int = 0.0
+    spectral_cap: float | int | None = None
+    checkpoint_times: list[float] | None = None
+    image_mean: list[float] | None = None
+    image_std: list[float] | None = None
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"this model was saved in format {self.format_version} by a newer odevit; this one reads formats up to "
+                f"{FORMAT_VERSION}. Upgrade with: pip install -U odevit"
+            )
+        for name, registry in (
+            ("tokenizer", TOKENIZERS),
+            ("norm", NORMS),
+            ("attention", ATTENTIONS),
+            ("final_norm", NORMS),
+        ):
+            if getattr(self, name) not in registry:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(registry)}")
+        check_solver(self.solver)
+        self._check_numbers()
+        Grid(self.num_steps, float(self.horizon), self.num_fields)  # raises on impossible step counts
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads must divide hidden_size: {self.num_attention_heads} heads do not divide width "
+                f"{self.hidden_size}"
+            )
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"patch_size must divide image_size: {self.patch_size} does not divide {self.image_size}; "
+                f"use image_size={round(self.image_size / self.patch_size) * self.patch_size or self.patch_size}"
+            )
+        super().__post_init__(**kwargs)
+
+    def _check_numbers(self) -> None:
+        positive = ("image_size", "patch_size", "num_channels", "hidden_size", "num_attention_heads", "mlp_ratio")
+        for name in (*positive, "depth", "horizon", "num_fields"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.num_registers < 0:
+            raise ValueError(f"num_registers must be 0 or more, got {self.num_registers}")
+        if self.spectral_cap is not None and self.spectral_cap <= 0:
+            raise ValueError(f"spectral_cap must be positive or None, got {self.spectral_cap}")
+        for name in ("dropout", "drop_path"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        for name in ("image_mean", "image_std"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.num_channels:
+                raise ValueError(f"{name} needs one value per channel ({self.num_channels}), got {values}")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches per column and per row."""
+        side = self.image_size // self.patch_size
+        return side, side
+
+    @property
+    def num_patches(self) -> int:
+        rows, cols = self.grid
+        return rows * cols
+
+    @property
+    def mlp_hidden(self) -> int:
+        return round(self.hidden_size * self.mlp_ratio)
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> "OdeViTConfig":
+        """A preset by name, with any of its fields replaced."""
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
+        valid = [*cls.__dataclass_fields__, "num_labels"]
+        unknown = [key for key in overrides if key not in valid]
+        if unknown:
+            raise ValueError(
+                f"unknown config field {', '.join(map(repr, unknown))}; valid fields: {', '.join(own_fields())}"
+            )
+        return cls(**{**PRESETS[name], **overrides})
+
+
+def own_fields() -> list[str]:
+    """The fields that belong to an ODE-ViT, without those every Hugging Face config has."""
+    return [*(name for name in OdeViTConfig.__annotations__), "num_labels"]
+
+
+_PAPER: dict[str, Any] = dict(
+    image_size=224, patch_size=16, hidden_size=768, num_attention_heads=12, num_registers=10, depth=12, num_steps=23,
+    final_norm="none", num_labels=100,
+)  # fmt: skip
+_CIFAR: dict[str, Any] = dict(image_size=32, patch_size=4, tokenizer="conv", depth=6, num_labels=10)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper-base": {**_PAPER, "mlp_ratio": 4},  # 7.91M at 100 classes
+    "paper-small": {**_PAPER, "mlp_ratio": 1},  # 4.37M
+    "cifar-nano": {**_CIFAR, "hidden_size": 128, "num_attention_heads": 4, "mlp_ratio": 2, "num_steps": 6},
+    "cifar-tiny": {**_CIFAR, "hidden_size": 192, "num_attention_heads": 3, "mlp_ratio": 2, "num_steps": 12},
+    "cifar-small": {
+        **_CIFAR,
+        "hidden_size": 384,
+        "num_attention_heads": 6,
+        "mlp_ratio": 3,
+        "num_fields": 2,
+        "num_steps": 12,
+    },
+}

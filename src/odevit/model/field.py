@@ -1,0 +1,69 @@
+"""The vector field dX/dt = s · (F(X) + G(X)): one shared attention + MLP block as the right-hand side of an ODE."""
+
+import torch
+from torch import Tensor, nn
+
+from odevit.model.layers import ATTENTIONS, NORMS, Mlp
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: drops a branch for whole samples, and keeps its expectation."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return x
+        keep = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) >= self.rate
+        return x * keep.to(x.dtype) / (1 - self.rate)
+
+
+class VectorField(nn.Module):
+    """F(X) = s · MLP(norm_f(X)), G(X) = s · attention(norm_g(X)); the drift is F + G. X: (b, n, d).
+
+    Autonomous: no time enters. `scale` is s = D / T, so that the total depth s·T = D never depends on T.
+    The field knows nothing of solvers; solvers call F, G, or the field itself for the drift.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        hidden: int,
+        scale: float = 1.0,
+        norm: str = "center",
+        norm_eps: float = 1e-6,
+        attention: str = "softmax",
+        bias: bool = False,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+    ):
+        super().__init__()
+        self.scale = scale
+        self.norm_f = NORMS[norm](width, norm_eps)
+        self.norm_g = NORMS[norm](width, norm_eps)
+        self.mlp = Mlp(width, hidden, bias=bias, dropout=dropout)
+        self.attention = ATTENTIONS[attention](width, heads, bias=bias, dropout=dropout)
+        self.drop_path = DropPath(drop_path)
+
+    def F(self, x: Tensor) -> Tensor:
+        return self.scale * self.drop_path(self.mlp(self.norm_f(x)))
+
+    def G(self, x: Tensor) -> Tensor:
+        return self.scale * self.drop_path(self.attention(self.norm_g(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The drift F(X) + G(X)."""
+        return self.F(x) + self.G(x)
+
+    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """G(X) and its attention map (b, h, n, n), in the autograd graph."""
+        y, p = self.attention.attend(self.norm_g(x))
+        return self.scale * self.drop_path(y), p
+
+    def attention_map(self, x: Tensor) -> Tensor:
+        """The attention map (b, h, n, n) alone."""
+        return self.attention.attention(self.norm_g(x))

@@ -1,0 +1,299 @@
+"""The model, Hugging Face-native. Its forward reads like the paper: embed, evolve, classify.
+
+Shapes: b batch, n = 1 + M + R tokens [CLS | M patches | R registers], d width, h heads, K steps.
+"""
+
+import copy
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from odevit.model.config import OdeViTConfig
+from odevit.model.field import VectorField
+from odevit.model.image_processor import OdeViTImageProcessor
+from odevit.model.layers import NORMS, TOKENIZERS, CenterNorm, interpolate_positions
+from odevit.model.solvers import Evaluations, Grid, Solution, solve
+from odevit.model.spectral import cap_spectral_norms_, spectral_init_
+
+
+@dataclass
+class OdeViTOutput(ModelOutput):
+    """last_hidden_state X_T (b, n, d); K+1 hidden_states (b, n, d) and K attentions (b, h, n, n) when asked for."""
+
+    last_hidden_state: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    evaluations: Evaluations | None = None
+
+
+@dataclass
+class OdeViTClassifierOutput(ModelOutput):
+    """loss (when labels are given), logits (b, classes), and what OdeViTOutput holds."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    evaluations: Evaluations | None = None
+
+
+class OdeViTPreTrainedModel(PreTrainedModel):
+    config_class = OdeViTConfig
+    base_model_prefix = "odevit"
+    main_input_name = "pixel_values"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["VectorField"]  # noqa: RUF012 (the type transformers declares)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, parametrize.ParametrizationList):
+            spectral_init_(module.original)
+        elif isinstance(module, nn.Linear | nn.Conv2d):
+            if not parametrize.is_parametrized(module):
+                spectral_init_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, CenterNorm | nn.LayerNorm | nn.BatchNorm2d):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+            if isinstance(module, nn.BatchNorm2d):
+                module.reset_running_stats()
+        elif isinstance(module, OdeViTModel):
+            for parameter in (module.cls_token, module.positions, module.registers):
+                nn.init.trunc_normal_(parameter, std=0.02)  # as in ViT and DeiT
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> Any:
+        """A fresh model from a preset by name: `paper-base`, `cifar-tiny`, …; overrides are config fields."""
+        return cls(OdeViTConfig.from_preset(name, **overrides))
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in transformers, and: `image_size=S` interpolates the positions; missing or corrupt weights are errors."""
+        path, config = pretrained_model_name_or_path, copy.deepcopy(kwargs.pop("config", None))
+        hub = {k: kwargs[k] for k in ("revision", "cache_dir", "token", "subfolder", "local_files_only") if k in kwargs}
+        wanted = kwargs.pop("image_size", config.image_size if config is not None else None)
+        stored = OdeViTConfig.from_pretrained(path, **hub)
+        if config is not None:
+            config.image_size = stored.image_size
+        want_info = kwargs.pop("output_loading_info", False)
+        try:
+            loaded: Any = super().from_pretrained(path, *args, config=config, output_loading_info=True, **kwargs)
+        except Exception as error:
+            if type(error).__name__ == "SafetensorError":
+                raise OSError(
+                    f"the weights in {path} are corrupt or incomplete ({error}); copy or save them again"
+                ) from error
+            raise
+        model, info = loaded
+        missing = sorted(info["missing_keys"])
+        if stored.architectures == ["OdeViTModel"] and cls is not OdeViTModel:  # a flow without a head gets a new one
+            missing = [key for key in missing if key.startswith(f"{cls.base_model_prefix}.")]
+        if missing:
+            names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+            raise OSError(f"the weights in {path} lack {len(missing)} tensor(s) of this model: {names}")
+        model.resize_images(wanted or stored.image_size)
+        return (model, info) if want_info else model
+
+    def resize_images(self, image_size: int) -> None:
+        """Serve another image size from now on: interpolates the positions, once, and updates the config."""
+        base: Any = getattr(self, self.base_model_prefix, self)
+        if image_size == base.config.image_size:
+            return
+        old_grid = base.config.grid
+        self.config = base.config = OdeViTConfig(**{**base.config.to_dict(), "image_size": image_size})
+        positions = interpolate_positions(base.positions.detach(), old_grid, base.config.grid)
+        base.positions = nn.Parameter(positions, requires_grad=base.positions.requires_grad)
+
+    def image_processor(self) -> OdeViTImageProcessor:
+        """The processor that resizes and normalises as this model expects."""
+        size, neutral = self.config.image_size, [0.5] * self.config.num_channels
+        return OdeViTImageProcessor(
+            size={"height": size, "width": size},
+            resample=3,  # bicubic
+            image_mean=self.config.image_mean or neutral,
+            image_std=self.config.image_std or neutral,
+        )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, and writes the image processor beside the weights."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        self.image_processor().save_pretrained(save_directory)
+
+
+class OdeViTModel(OdeViTPreTrainedModel):
+    """Images → tokens → the state X(T) of the flow."""
+
+    def __init__(self, config: OdeViTConfig):
+        super().__init__(config)
+        width = config.hidden_size
+        self.tokenizer = TOKENIZERS[config.tokenizer](config.num_channels, width, config.patch_size)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, 1 + config.num_patches, width))
+        self.registers = nn.Parameter(torch.zeros(1, config.num_registers, width))
+        self.fields = nn.ModuleList(
+            VectorField(
+                width,
+                config.num_attention_heads,
+                hidden=config.mlp_hidden,
+                scale=config.depth / config.horizon,
+                norm=config.norm,
+                norm_eps=config.layer_norm_eps,
+                attention=config.attention,
+                bias=config.bias,
+                dropout=config.dropout,
+                drop_path=config.drop_path,
+            )
+            for _ in range(config.num_fields)
+        )
+        if config.spectral_cap is not None:
+            cap_spectral_norms_(self.fields, config.spectral_cap)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def embed(self, images: Tensor, interpolate_pos_encoding: bool = False) -> Tensor:
+        """Images (b, c, H, W) → tokens [CLS | patches | registers] (b, n, d). Registers have no position."""
+        self._check_images(images, interpolate_pos_encoding)
+        grid = images.shape[-2] // self.config.patch_size, images.shape[-1] // self.config.patch_size
+        positions = interpolate_positions(self.positions, self.config.grid, grid)
+        cls_token, registers = (t.expand(images.shape[0], -1, -1) for t in (self.cls_token, self.registers))
+        tokens = torch.cat([cls_token, self.tokenizer(images)], dim=1) + positions
+        return torch.cat([tokens, registers], dim=1)
+
+    def evolve(
+        self,
+        tokens: Tensor,
+        num_steps: int | None = None,
+        solver: str | None = None,
+        save_at: Literal["end", "steps"] | Sequence[float] = "end",
+    ) -> Solution:
+        """Integrate the tokens over [0, T]. `num_steps` and `solver` default to the config's."""
+        recompute = self.gradient_checkpointing and self.training
+        capped_once = self.config.spectral_cap is not None and not recompute
+        with parametrize.cached() if capped_once else nullcontext():
+            return solve(
+                list(self.fields),  # type: ignore[arg-type]
+                tokens,
+                num_steps=num_steps if num_steps is not None else self.config.num_steps,
+                solver=solver or self.config.solver,
+                horizon=self.config.horizon,
+                save_at=save_at,
+                checkpoint=recompute,
+            )
+
+    def attention_maps(self, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The map (b, h, n, n) at the start of each step, from the K+1 states of a trajectory. In the graph."""
+        grid = Grid(len(states) - 1, self.config.horizon, self.config.num_fields)
+        return tuple(
+            self.fields[phase].attention_map(x)  # type: ignore[operator]
+            for (phase, _), x in zip(grid.steps(), states, strict=False)
+        )
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        num_steps: int | None = None,
+        solver: str | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        interpolate_pos_encoding: bool = False,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> OdeViTOutput | tuple:
+        if pixel_values is None:
+            raise ValueError("pixel_values is missing: pass images as a float tensor (batch, channels, height, width)")
+        with_states = output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
+        with_maps = output_attentions if output_attentions is not None else self.config.output_attentions
+        tokens = self.embed(pixel_values, interpolate_pos_encoding)
+        solution = self.evolve(tokens, num_steps, solver, save_at="steps" if with_states or with_maps else "end")
+        states = tuple(solution.xs.unbind(0))
+        output = OdeViTOutput(
+            last_hidden_state=states[-1],
+            hidden_states=states if with_states else None,
+            attentions=self.attention_maps(states) if with_maps else None,
+            evaluations=solution.evaluations,
+        )
+        return output if return_dict is not False else output.to_tuple()
+
+    def _check_images(self, images: Tensor, interpolate: bool) -> None:
+        channels, size, patch = self.config.num_channels, self.config.image_size, self.config.patch_size
+        if images.ndim != 4 or images.shape[1] != channels:
+            raise ValueError(
+                f"expected images of shape (batch, {channels}, height, width), got {tuple(images.shape)}; "
+                f"this model takes {channels} channel(s), see PIL's image.convert({'RGB' if channels == 3 else 'L'!r})"
+            )
+        height, width = images.shape[-2:]
+        if interpolate and (height % patch or width % patch or min(height, width) < patch):
+            raise ValueError(
+                f"with interpolate_pos_encoding the sides must be multiples of {patch}, got {height}×{width}"
+            )
+        if not interpolate and (height, width) != (size, size):
+            raise ValueError(
+                f"expected {size}×{size} images, got {height}×{width}; resize them (model.image_processor() does), "
+                f"pass interpolate_pos_encoding=True, or load with from_pretrained(…, image_size={height})"
+            )
+
+
+class OdeViTForImageClassification(OdeViTPreTrainedModel):
+    """logits = head(norm(X_T[CLS]))."""
+
+    def __init__(self, config: OdeViTConfig):
+        super().__init__(config)
+        self.odevit = OdeViTModel(config)
+        self.norm = NORMS[config.final_norm](config.hidden_size, config.layer_norm_eps)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]
+        self.post_init()
+
+    @classmethod
+    def from_teacher(cls, teacher: Any, **overrides: Any) -> "OdeViTForImageClassification":
+        """A student of a trained ViT (a model, a folder or a hub name): see `odevit.distill.student.student_of`."""
+        from odevit.distill.student import student_of
+
+        return student_of(teacher, **overrides)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self.classifier:
+            nn.init.trunc_normal_(module.weight, std=0.02)  # as in ViT and DeiT
+
+    def classify(self, state: Tensor) -> Tensor:
+        """A state (b, n, d) → logits (b, classes), from the CLS token alone."""
+        return self.classifier(self.norm(state[:, 0]))
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> OdeViTClassifierOutput | tuple:
+        """kwargs: num_steps, solver, output_hidden_states, output_attentions, interpolate_pos_encoding."""
+        outputs = self.odevit(pixel_values, **kwargs)
+        logits = self.classify(outputs.last_hidden_state)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        output = OdeViTClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            evaluations=outputs.evaluations,
+        )
+        return output if return_dict is not False else output.to_tuple()
+
+
+AutoConfig.register("odevit", OdeViTConfig)
+AutoModel.register(OdeViTConfig, OdeViTModel)
+AutoModelForImageClassification.register(OdeViTConfig, OdeViTForImageClassification)
+AutoImageProcessor.register(OdeViTConfig, image_processor_classes={"pil": OdeViTImageProcessor})

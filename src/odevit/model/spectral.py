@@ -1,0 +1,126 @@
+"""Spectral norms of matrices: set to one at the start, measured, bounded from above, and held during training.
+
+Needs nothing else of odevit. What a whole field's bound is made of stands in `odevit.dynamics.bounds`.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+# --- spectral initialisation ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def spectral_init_(weight: Tensor) -> Tensor:
+    """Xavier-normal, then divided by the largest singular value, in place: ‖W‖₂ = 1.
+
+    weight: a matrix (out, in), or a convolution (out, in, k, k) seen as the matrix (out, in·k·k).
+    """
+    nn.init.xavier_normal_(weight)
+    return weight.div_(torch.linalg.matrix_norm(weight.flatten(1), ord=2))
+
+
+# --- spectral norms, measured, bounded and held -----------------------------------------------------------------------
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every linear and convolutional weight as a matrix, with its layer's name; capped weights as they are used."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            yield name, layer.weight.detach().flatten(1)
+
+
+def spectral_norms(module: nn.Module) -> dict[str, float]:
+    """‖W‖₂ of every linear and convolutional layer by name, exact (one singular value decomposition each)."""
+    return {name: float(torch.linalg.matrix_norm(matrix, ord=2)) for name, matrix in _matrices(module)}
+
+
+@torch.no_grad()
+def power_iteration(weight: Tensor, vector: Tensor, iterations: int = 1) -> tuple[Tensor, Tensor]:
+    """Estimate of ‖W‖₂ from below, and the improved right singular vector to start from next time.
+
+    weight: (out, in); vector: (in,).
+    """
+    for _ in range(iterations):
+        vector = nn.functional.normalize(weight.mT @ (weight @ vector), dim=0)
+    return torch.linalg.vector_norm(weight @ vector), vector
+
+
+class SpectralMonitor:
+    """Spectral norms during training at the cost of a few matrix-vector products per layer.
+
+    It keeps one vector per layer, outside the model, and improves it a little at every call: weights move slowly, so
+    the estimate (from below) follows them. The first call takes `warm_up` iterations.
+    """
+
+    def __init__(self, *, iterations: int = 2, warm_up: int = 50):
+        self.iterations, self.warm_up = iterations, warm_up
+        self.vectors: dict[str, Tensor] = {}
+
+    def __call__(self, module: nn.Module) -> dict[str, float]:
+        norms = {}
+        for name, matrix in _matrices(module):
+            vector, iterations = self.vectors.get(name), self.iterations
+            if vector is None:
+                generator = torch.Generator().manual_seed(0)  # the model's random numbers stay as they are
+                vector, iterations = torch.randn(matrix.shape[1], generator=generator).to(matrix), self.warm_up
+            norm, self.vectors[name] = power_iteration(matrix, vector, iterations)
+            norms[name] = float(norm)
+        return norms
+
+
+def gram_norm(weight: Tensor, iterations: int = 7) -> Tensor:
+    """Upper bound of ‖W‖₂ that is never below it (up to rounding), differentiable; a scalar.
+
+    Gram iteration (Delattre et al., ICML 2023): with G₀ = W and G_k = G_{k-1}ᵀ G_{k-1}, ‖W‖₂ ≤ ‖G_k‖_F^(1/2^k). This is
+    the Schatten norm of exponent 2^(k+1): at most rank^(1/2^(k+1)) too large, 2.6 % for k = 7 and rank 768.
+    """
+    kind = weight.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():  # not on meta
+        gram = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
+        gram = gram if gram.shape[0] >= gram.shape[1] else gram.mT  # the smaller of the two Gram matrices
+        tiny = torch.finfo(gram.dtype).tiny
+        log_scale = gram.new_zeros(())
+        for _ in range(iterations):
+            # The result does not depend on the rescaling, so no gradient has to pass through it.
+            size = torch.linalg.matrix_norm(gram.detach()).clamp_min(tiny)
+            gram = gram / size
+            gram = gram.mT @ gram
+            log_scale = 2 * (log_scale + size.log())
+        last = torch.linalg.matrix_norm(gram).clamp_min(tiny).log()
+        return ((log_scale + last) / 2**iterations).exp().to(weight.dtype)
+
+
+class SpectralCap(nn.Module):
+    """Parametrisation W ↦ W · min(1, c / gram_norm(W)): ‖W‖₂ ≤ c holds at every step, whatever the optimiser does.
+
+    Use `torch.nn.utils.parametrize.cached()` around forward passes that share the weight, so that it is computed once.
+    """
+
+    def __init__(self, cap: float):
+        super().__init__()
+        if cap <= 0:
+            raise ValueError(f"the spectral cap must be positive, got {cap}; use no cap at all to leave weights free")
+        self.cap = cap
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / (gram_norm(weight) / self.cap).clamp_min(1)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight  # so that a capped weight can be assigned
+
+    def extra_repr(self) -> str:
+        return f"cap={self.cap}"
+
+
+def cap_spectral_norms_(module: nn.Module, cap: float) -> list[str]:
+    """Hold ‖W‖₂ ≤ cap for every linear layer inside `module`; returns their names. Layers already capped are errors."""
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    for name, layer in layers.items():
+        if parametrize.is_parametrized(layer, "weight"):
+            raise ValueError(f"{name!r} already has a parametrised weight; cap the spectral norms once")
+        parametrize.register_parametrization(layer, "weight", SpectralCap(cap))
+    return list(layers)

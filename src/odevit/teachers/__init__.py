@@ -1,0 +1,1 @@
+"""Any trained ViT as a teacher: its states, attention, logits and parts."""

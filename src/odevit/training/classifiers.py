@@ -1,0 +1,155 @@
+"""A recipe's `model:` → a Hugging Face image classifier made for the data, and the way it is saved."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odevit.data import Data, DataConfig
+from odevit.model.config import OdeViTConfig, own_fields
+from odevit.model.model import OdeViTForImageClassification
+
+
+def load_classifier(name: str) -> Any:
+    """Any Hugging Face image classifier, an ODE-ViT or not, from a folder or the hub; in eval mode."""
+    from transformers import AutoModelForImageClassification
+
+    if Path(name).exists() and not (Path(name) / "config.json").exists():
+        raise ValueError(f"{name} holds no model: a config.json and model.safetensors are expected")
+    return AutoModelForImageClassification.from_pretrained(name).eval()
+
+
+def load_odevit(name: str) -> OdeViTForImageClassification:
+    """The same, for what only an ODE-ViT can do."""
+    model = load_classifier(name)
+    if not isinstance(model, OdeViTForImageClassification):
+        raise ValueError(f"{name} is a {type(model).__name__}, not an ODE-ViT; for a discrete ViT use: odevit audit")
+    return model
+
+
+def build_classifier(spec: Mapping[str, Any], data: Data, config: DataConfig) -> Any:
+    """One of {preset, …}, {…OdeViTConfig fields}, {pretrained, image_size} or {type: vit, …ViTConfig fields}.
+
+    Image size, channels and number of classes come from the data where the spec leaves them open.
+    """
+    fields = dict(spec)
+    native = int(data.train.fetch(torch.tensor([0]))[0].shape[-1])
+    wanted_size = fields.pop("image_size", None) or config.image_size
+    kind = fields.pop("type", "odevit")
+    if kind not in ("odevit", "vit"):
+        raise ValueError(f"model.type must be 'odevit' or 'vit', got {kind!r}")
+    if "pretrained" in fields:
+        head_only = fields.get("train") == "head"
+        model = _load_pretrained(fields, wanted_size, data)
+        if head_only:
+            model.base_model.requires_grad_(False)
+    elif kind == "vit":
+        model = _build_vit({**fields, "image_size": wanted_size or native}, data)
+    else:
+        fields = {"num_channels": data.channels, "num_labels": len(data.class_names), **fields}
+        if wanted_size or "preset" not in fields:
+            fields["image_size"] = wanted_size or native
+        model = _build_odevit(fields)
+    if config.mean and config.std:
+        model.config.image_mean, model.config.image_std = list(config.mean), list(config.std)
+    return adapt_to_data(model, data)
+
+
+def adapt_to_data(model: Any, data: Data) -> Any:
+    """Write what belongs to the data into the model's config: class names, and mean and std unless it has its own."""
+    config = model.config
+    if config.num_labels != len(data.class_names):
+        raise ValueError(
+            f"the model answers with {config.num_labels} classes but the data has {len(data.class_names)}; "
+            "leave model.num_labels out, or set it to the number of classes"
+        )
+    if getattr(config, "num_channels", data.channels) != data.channels:
+        raise ValueError(f"the model takes {config.num_channels} channels but the images have {data.channels}")
+    config.id2label = dict(enumerate(data.class_names))
+    config.label2id = {name: i for i, name in enumerate(data.class_names)}
+    if not getattr(config, "image_mean", None) or not getattr(config, "image_std", None):
+        config.image_mean, config.image_std = list(data.mean), list(data.std)
+    return model
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers for reading and writing weights."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def save_classifier(model: Any, folder: Path, state: dict[str, Any] | None = None) -> None:
+    """`save_pretrained`, with the image processor beside the weights, so that `pipeline` can load the folder.
+
+    state: the weights to save; default: the model's own."""
+    with quiet_transformers():
+        model.save_pretrained(folder, state_dict=state)
+    if not isinstance(model, OdeViTForImageClassification):
+        from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+        size = model.config.image_size
+        ViTImageProcessorPil(
+            size={"height": size, "width": size},
+            resample=3,  # bicubic
+            image_mean=model.config.image_mean,
+            image_std=model.config.image_std,
+        ).save_pretrained(folder)
+
+
+def _build_odevit(fields: dict[str, Any]) -> OdeViTForImageClassification:
+    if "preset" in fields:
+        return OdeViTForImageClassification.from_preset(fields.pop("preset"), **fields)
+    unknown = [name for name in fields if name not in own_fields()]
+    if unknown:
+        valid = ["preset", "pretrained", "type", *own_fields()]
+        raise ValueError(f"unknown key {', '.join('model.' + n for n in unknown)}; valid keys: {', '.join(valid)}")
+    return OdeViTForImageClassification(OdeViTConfig(**fields))
+
+
+def _build_vit(fields: dict[str, Any], data: Data) -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    unknown = [name for name in fields if name not in (valid := list(ViTConfig().to_dict()))]
+    if unknown:
+        raise ValueError(f"unknown key {', '.join('model.' + n for n in unknown)}; valid keys: {', '.join(valid)}")
+    fields = {"num_channels": data.channels, "num_labels": len(data.class_names), **fields}
+    return ViTForImageClassification(ViTConfig(**fields))
+
+
+def _load_pretrained(fields: dict[str, Any], image_size: int | None, data: Data) -> Any:
+    from transformers import AutoModelForImageClassification
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    name, trained = fields.pop("pretrained"), fields.pop("train", "all")
+    if fields:
+        raise ValueError(f"beside model.pretrained only image_size and train may be given, got {', '.join(fields)}")
+    if trained not in ("all", "head"):
+        raise ValueError(f"model.train must be 'all' or 'head', got {trained!r}")
+    labels = len(data.class_names)
+    model = AutoModelForImageClassification.from_pretrained(name)
+    if isinstance(model, OdeViTForImageClassification):
+        if model.config.num_labels != labels:
+            model = type(model).from_pretrained(name, num_labels=labels, ignore_mismatched_sizes=True)
+        model.resize_images(image_size or model.config.image_size)
+        return model
+    from odevit.teachers.teacher import resize_classifier
+
+    model = resize_classifier(
+        model, image_size or model.config.image_size, None if model.config.num_labels == labels else labels
+    )
+    try:
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(name)
+    except OSError:  # saved without a processor: the data's own mean and std are used
+        return model
+    model.config.image_mean, model.config.image_std = processor.get("image_mean"), processor.get("image_std")
+    return model

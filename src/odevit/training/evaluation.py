@@ -1,0 +1,90 @@
+"""Accuracy of any image classifier, from exact counts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from odevit.data import Split, batches, prepare
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode within the context; afterwards every module has its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any,
+    split: Split,
+    *,
+    batch_size: int = 256,
+    num_steps: int | None = None,
+    solver: str | None = None,
+    accelerator: Any = None,
+) -> dict[str, Any]:
+    """Top-1/3/5 from exact counts and the mean cross-entropy of any classifier whose output has `.logits`.
+
+    Works in eval mode and gives every module its mode back. Images are prepared as the model's config says.
+    With an accelerator the split is shared among its processes.
+    """
+    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    device = next(model.parameters()).device
+    options = {name: value for name, value in (("num_steps", num_steps), ("solver", solver)) if value is not None}
+    counts = torch.zeros(5, dtype=torch.float64)  # right at 1, 3, 5; summed loss; images
+    with eval_mode(model):
+        for batch in batches(split, -(-batch_size // world) * world, shuffle=False, rank=rank, world_size=world):
+            count = len(batch.labels)
+            # without a share of the last batch, one blank image: split weights are gathered by all processes together
+            images = batch.images if count else batch.images.new_zeros(1, *batch.images.shape[1:])
+            logits = model(model_input(model, images.to(device)), **options).logits[:count].float().cpu()
+            counts += _count(logits, batch.labels)
+    right1, right3, right5, loss, count = (
+        accelerator.reduce(counts.to(accelerator.device)) if world > 1 else counts
+    ).tolist()
+    return {
+        "top1": right1 / count,
+        "top3": right3 / count,
+        "top5": right5 / count,
+        "loss": loss / count,
+        "count": int(count),
+    }
+
+
+def _count(logits: Tensor, labels: Tensor) -> Tensor:
+    ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]  # (b, 5)
+    right = [ranked[:, :k].any(dim=1).sum() for k in (1, 3, 5)]
+    return torch.stack([*right, nnf.cross_entropy(logits, labels, reduction="sum"), torch.tensor(len(labels))]).double()
+
+
+def model_input(model: Any, images: Tensor) -> Tensor:
+    """uint8 or float images of any size → what the model expects, as its config says."""
+    return prepare(images, model.config.image_size, model.config.image_mean, model.config.image_std)
+
+
+def monitors(model: Any, split: Split, images: int = 4) -> dict[str, Any]:
+    """Spectral norm of every matrix and, for an ODE-ViT, the top Lyapunov exponent of the first images of a split.
+
+    Costs one singular value decomposition per matrix and one tangent per image. Leaves random numbers as they are.
+    """
+    from odevit.model.spectral import spectral_norms
+
+    record: dict[str, Any] = {"spectral_norms": spectral_norms(model)}
+    if hasattr(model, "odevit"):
+        from odevit.dynamics.exponents import model_exponents
+
+        pixels = split.fetch(torch.arange(min(images, len(split))))[0].to(next(model.parameters()).device)
+        with eval_mode(model), torch.random.fork_rng():
+            exponents = model_exponents(model, model_input(model, pixels), k=1)
+        record["lyapunov"] = torch.as_tensor(exponents).flatten().tolist()
+    return record

@@ -1,0 +1,102 @@
+"""What is minimised: an objective turns (model, batch) into named loss terms. The loop knows nothing else of it."""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from odevit.data import Data
+from odevit.model.solvers import Grid
+from odevit.training.config import PenaltyConfig
+
+
+class Terms(NamedTuple):
+    """losses: means over the batch, already weighted; their sum is minimised. logits (b, classes): for the accuracy
+    that is shown. evaluations: of the field, per image."""
+
+    losses: dict[str, Tensor]
+    logits: Tensor | None = None
+    evaluations: int | None = None
+
+
+class Objective(Protocol):
+    """Stateless from step to step, except for frozen things such as a teacher."""
+
+    def __call__(
+        self, model: Any, images: Tensor, targets: Tensor, indices: Tensor, *, progress: float, num_steps: int | None
+    ) -> Terms:
+        """images (b, c, S, S) normalised; targets (b, classes) soft; indices (b,) in the training split."""
+        ...
+
+    def phase(self, progress: float) -> str:
+        """What is going on at this progress, in a word, for the progress bar."""
+        ...
+
+    def training_data(self, data: Data) -> Data:
+        """The data to train on: as it is, unless the objective has prepared its own views of the images."""
+        ...
+
+
+class Classification:
+    """Cross-entropy with soft targets, plus penalties on the path of an ODE-ViT."""
+
+    def __init__(self, penalties: PenaltyConfig | None = None):
+        self.penalties = penalties or PenaltyConfig()
+
+    def phase(self, progress: float) -> str:
+        return "train"
+
+    def training_data(self, data: Data) -> Data:
+        return data
+
+    def __call__(
+        self, model: Any, images: Tensor, targets: Tensor, indices: Tensor, *, progress: float, num_steps: int | None
+    ) -> Terms:
+        wanted: dict[str, Any] = {} if num_steps is None else {"num_steps": num_steps}
+        if self.penalties.jasmin:
+            wanted["output_attentions"] = True
+        if self.penalties.transport:
+            wanted["output_hidden_states"] = True
+        output = model(images, **wanted)
+        losses = {"cross_entropy": nnf.cross_entropy(output.logits, targets)}
+        evaluations = getattr(output, "evaluations", None)
+        return Terms(
+            losses | self._penalties(model, output), output.logits, None if evaluations is None else max(evaluations)
+        )
+
+    def _penalties(self, model: Any, output: Any) -> dict[str, Tensor]:
+        losses = {}
+        if self.penalties.jasmin:
+            from odevit.dynamics.bounds import jasmin
+
+            losses["jasmin"] = self.penalties.jasmin * jasmin(output.attentions, self.penalties.jasmin_k)
+        if self.penalties.transport:
+            grid = Grid(len(output.hidden_states) - 1, model.config.horizon, model.config.num_fields)
+            losses["transport"] = self.penalties.transport * transport_cost(output.hidden_states, grid)
+        return losses
+
+
+def transport_cost(states: tuple[Tensor, ...], grid: Grid) -> Tensor:
+    """∫ mean ‖dX/dt‖² dt of a path given by its K+1 states (b, n, d), with dX/dt the difference quotient of each step.
+
+    The mean runs over batch, tokens and width. For Euler the quotient is the field itself.
+    """
+    total = states[0].new_zeros(())
+    for (_, h), before, after in zip(grid.steps(), states[:-1], states[1:], strict=True):
+        total = total + (after - before).square().mean() / h
+    return total
+
+
+class LossModule(nn.Module):
+    """Model and objective as one module: the thing that is distributed, so that gradients are exchanged whatever part
+    of the model the objective calls."""
+
+    def __init__(self, model: nn.Module, objective: Objective):
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(
+        self, images: Tensor, targets: Tensor, indices: Tensor, progress: float, num_steps: int | None
+    ) -> Terms:
+        return self.objective(self.model, images, targets, indices, progress=progress, num_steps=num_steps)

@@ -1,0 +1,217 @@
+"""What a person sees of a run: progress bar or plain lines, metrics.jsonl, TensorBoard, the curve, README.txt."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from odevit.recipe import Recipe
+from odevit.training.checkpoint import recover_folders, write_file
+
+METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+
+README = """\
+recipe.yaml     everything that defines this run; `odevit train recipe.yaml --resume` continues it
+                (`odevit distill --recipe recipe.yaml --resume` one with a teacher)
+metrics.jsonl   losses and accuracies by step, one JSON object a line; curve.png shows them; timing.jsonl: speed
+checkpoints/    complete states to resume from; the newest ones only
+best/           the weights that were best on the validation split so far
+model/          the result, for AutoModelForImageClassification.from_pretrained; result.json: its accuracy
+"""
+
+
+def claim_folder(recipe: Recipe, accelerator: Any, *, resume: bool, overwrite: bool) -> Path:
+    """The run folder, cleaned of what a killed process left; never one that holds another run."""
+    folder = Path(recipe.output)
+    taken = (folder / "recipe.yaml").exists()
+    accelerator.wait_for_everyone()  # every process has looked before the first one writes
+    if taken and not resume and not overwrite:
+        raise ValueError(
+            f"{folder} already holds a run: continue it with --resume, start again with --overwrite, or choose another "
+            "folder with --set output=…"
+        )
+    if accelerator.is_main_process:
+        if taken and not resume:
+            for name in ("checkpoints", "best", "model", "tensorboard"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for name in (METRICS, TIMING, "result.json", "comparison.json", "curve.png"):
+                (folder / name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for parent in (folder, folder / "checkpoints"):
+            recover_folders(parent)
+        if not (taken and resume):
+            write_file(folder / "recipe.yaml", recipe.to_yaml())
+    accelerator.wait_for_everyone()
+    return folder
+
+
+class RunLog:
+    """Writes on the main process only; every method is safe to call on all of them."""
+
+    def __init__(self, folder: Path, *, main: bool, bar: bool, tensorboard: bool = False):
+        self.folder, self.main = folder, main
+        self.bar: Any = None
+        self.board: Any = None
+        self._plain_every = 0.0
+        if not main:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "README.txt").write_text(README)
+        if tensorboard:
+            self.board = _open_tensorboard(folder / "tensorboard")
+        if bar and sys.stderr.isatty():
+            self.bar = _open_bar()
+
+    def truncate(self, length: int) -> None:
+        """Cut metrics.jsonl to what it was at the checkpoint that is resumed."""
+        path = self.folder / METRICS
+        if self.main and path.exists():
+            os.truncate(path, length)
+
+    def length(self) -> int:
+        """Bytes of metrics.jsonl, forced to disk."""
+        path = self.folder / METRICS
+        if not path.exists():
+            return 0
+        with path.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        self._append(METRICS, record)
+        if self.board is not None:
+            for name, value in _numbers(record):
+                self.board.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+    def timing(self, record: dict[str, Any]) -> None:
+        self._append(TIMING, record)
+
+    def say(self, text: str) -> None:
+        if self.main:
+            (self.bar.console.print if self.bar else lambda t: print(t, file=sys.stderr, flush=True))(text)
+
+    def show(self, progress: float, phase: str, values: dict[str, str]) -> None:
+        """Move the bar; without a terminal, one line each 5 % of the run."""
+        text = "  ".join(f"{name} {value}" for name, value in values.items())
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=progress, description=phase, text=text)
+        elif progress >= self._plain_every:
+            self.say(f"{progress:6.1%}  {phase}  {text}")
+            self._plain_every = progress + 0.05
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        if self.board is not None:
+            self.board.close()
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        if self.main:
+            with (self.folder / name).open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def _open_bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.percentage:3.0f}%")
+    times = TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[text]}")
+    bar = Progress(*columns, *times, console=Console(stderr=True))
+    bar.add_task("start", total=1.0, text="")
+    bar.start()
+    return bar
+
+
+def _open_tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("loop.tensorboard needs tensorboard: pip install 'odevit[tensorboard]'") from error
+    return SummaryWriter(str(folder))
+
+
+def _numbers(record: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found += _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and name != "step":
+            found.append((prefix + name, float(value)))
+    return found
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl."""
+    path = folder / METRICS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def draw_curve(folder: Path) -> Path:
+    """curve.png: training loss and validation accuracy by step, from metrics.jsonl."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_metrics(folder)
+    train = [r for r in records if r["kind"] == "train"]
+    val = [r for r in records if r["kind"] == "val"]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, accuracy = figure.subplots(1, 2)
+    loss.plot([r["step"] for r in train], [r["loss"] for r in train], color="tab:blue", label="training")
+    loss.plot([r["step"] for r in val], [r["loss"] for r in val], "o-", color="tab:orange", label="validation")
+    loss.set(xlabel="step", ylabel="loss", title="Loss")
+    shown = [r for r in train if r["top1"] is not None]
+    scores = [100 * r["top1"] for r in val]
+    accuracy.plot(
+        [r["step"] for r in shown], [100 * r["top1"] for r in shown], color="tab:blue", alpha=0.6, label="training"
+    )
+    accuracy.plot(
+        [r["step"] for r in val], [100 * r["top1"] for r in val], "o-", color="tab:orange", label="validation"
+    )
+    if val:
+        label = f"best {max(scores):.2f} %"
+        accuracy.axhline(max(scores), color="tab:orange", linewidth=0.8, linestyle=":", label=label)
+    accuracy.set(xlabel="step", ylabel="top-1 accuracy (%)", title="Accuracy")
+    for axes in (loss, accuracy):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    path = folder / "curve.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+class Window:
+    """Sums since the last line of metrics.jsonl. Pieces and processes add up to means over the global batch."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}  # of each value, and under "steps/…" of the steps that had it
+
+    def add(self, terms: Any, targets: Any, share: float) -> None:
+        """terms of a piece that is `share` of the global batch; targets (b, classes)."""
+        losses = {name: float(value.detach()) for name, value in terms.losses.items()}
+        values = {"loss": sum(losses.values())} | {f"loss/{name}": value for name, value in losses.items()}
+        if terms.logits is not None:
+            values["top1"] = float((terms.logits.detach().argmax(1) == targets.argmax(1)).float().mean())
+        for name, value in (values | {f"steps/{name}": 1.0 for name in values}).items():
+            self.sums[name] = self.sums.get(name, 0.0) + share * value
+
+    def shared(self, accelerator: Any) -> dict[str, float]:
+        """The sums over all processes."""
+        if accelerator.num_processes == 1 or not self.sums:
+            return dict(self.sums)
+        import torch
+
+        names = sorted(self.sums)
+        sums = torch.tensor([self.sums[name] for name in names], device=accelerator.device)
+        return dict(zip(names, accelerator.reduce(sums).tolist(), strict=True))
+
+    def take(self, accelerator: Any) -> dict[str, Any]:
+        """{"loss", "losses", "top1"}: means over those steps of the window that had them; starts the next window."""
+        sums = self.shared(accelerator)
+        self.sums = {}
+        means = {name: value / sums[f"steps/{name}"] for name, value in sums.items() if f"steps/{name}" in sums}
+        losses = {name.removeprefix("loss/"): value for name, value in means.items() if name.startswith("loss/")}
+        return {"loss": means["loss"], "losses": losses, "top1": means.get("top1")}

@@ -1,0 +1,347 @@
+"""Distillation: what is measured on the teacher, in closed form; then recipes and whole runs on digits."""
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import tiny_recipe
+
+from odevit import OdeViTForImageClassification
+from odevit.data import DataConfig, load_data
+from odevit.distill.meeting import checkpoint_times
+from odevit.distill.objective import (
+    Distillation,
+    DistillConfig,
+    TeacherStatistics,
+    build,
+    layer_weights,
+    measure_teacher,
+)
+from odevit.recipe import Recipe
+from odevit.teachers.teacher import TeacherTrace, load_teacher, tiny_teacher
+from odevit.training import loop as train
+from odevit.training.evaluation import model_input
+from odevit.training.loop import fit
+from odevit.training.objectives import LossModule
+from odevit.training.runlog import read_metrics
+
+# --- what is measured on the teacher ----------------------------------------------------------------------------------
+
+
+def test_statistics_in_closed_form_over_uneven_batches():
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(7, 6, 8, generator=generator) + 100 for _ in range(4)]  # D = 3, M = 4, E = 1
+    batches = [TeacherTrace([state[rows] for state in states], None, None) for rows in (slice(0, 5), slice(5, 7))]
+    measured = measure_teacher(batches)
+    for layer in range(3):
+        before, after = states[layer].double(), states[layer + 1].double()
+        assert float(measured.distances[layer]) == pytest.approx(float((after - before)[:, 0].norm(dim=-1).mean()))
+        for token in range(6):
+            variance = after[:, token].var(dim=0, unbiased=False).sum()
+            assert float(measured.variances[layer, token]) == pytest.approx(float(variance), rel=1e-8)
+
+
+def test_layer_weights():
+    variances = torch.tensor([[0.01, 2, 4, 6, 8, 7], [1.0, 1, 1, 2, 4, 0.5]], dtype=torch.float64)
+    assert torch.equal(layer_weights("none", variances, 4), torch.ones(2, 6))
+    assert torch.equal(layer_weights("last", variances, 4), torch.tensor([[0.0] * 6, [1.0] * 6]))
+    weights = layer_weights("variance", variances, 4)
+    expected = [[50, 0.1, 0.1, 0.1, 0.1, 1 / 14], [0.5, 0.25, 0.25, 0.25, 0.25, 1]]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    # predicting the mean state costs 1 for CLS and 1 for the patches
+    assert float((weights * variances)[:, 0].sum()) == pytest.approx(1)
+    assert float((weights * variances)[:, 1:5].mean(1).sum()) == pytest.approx(1)
+    assert layer_weights("variance", variances[:, :1], 4).tolist() == [[50.0], [0.5]]  # only CLS is cached
+    constant = layer_weights("variance", torch.tensor([[0.0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]), 4)
+    assert torch.isfinite(constant).all()
+
+
+def objective_with(**changes):
+    teacher = tiny_teacher("vit", image_size=8, patch_size=4, num_channels=1, num_labels=5)
+    return Distillation(teacher, DistillConfig(**changes), TeacherStatistics(torch.ones(3), torch.ones(3, 5)))
+
+
+def test_phases_and_the_schedule_of_forcing():
+    objective = objective_with(collocation=0.2, forcing=0.4)
+    assert [objective.phase(p) for p in (0, 0.19, 0.2, 0.59, 0.61, 1)] == [
+        "collocation", "collocation", "teacher forcing", "teacher forcing", "unrolled", "unrolled",
+    ]  # fmt: skip
+    assert [objective.forced(p) for p in (0.2, 0.3, 0.4, 0.6, 1.0)] == pytest.approx([1, 0.75, 0.5, 0, 0])
+    free = objective_with()
+    assert [free.forced(p) for p in (0, 0.5, 1)] == [0, 0, 0]
+    assert free.phase(0) == "unrolled"
+
+
+# --- a recipe, its student and its objective --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("teacher")
+    teacher = tiny_teacher("vit", image_size=8, patch_size=4, num_channels=1)
+    with torch.no_grad():
+        for parameter in teacher.parameters():  # away from a path that hardly moves
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    teacher.module.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data():
+    return load_data(DataConfig(name="digits", limit=320))
+
+
+def recipe_of(folder, teacher_folder, model=None, optim=None, augment=None, log_every=1, **distill):
+    base = tiny_recipe(
+        folder,
+        data={"limit": 320},
+        optim={"steps": 10, "batch_size": 32, "lr": 1e-3, **(optim or {})},
+        loop={"eval_every": 5, "checkpoint_every": 4, "log_every": log_every},
+        augment=augment or {},
+    )
+    config = DistillConfig(**{"teacher": str(teacher_folder), "cache_folder": str(folder / "cache"), **distill})
+    return dataclasses.replace(base, task="distill", model={"mlp_ratio": 1, **(model or {})}, distill=config)
+
+
+def test_build_measures_the_times_and_they_survive_saving(teacher_folder, data, tmp_path):
+    recipe = recipe_of(tmp_path, teacher_folder, model={"horizon": 2.0}, sample=100)
+    student, objective = build(recipe, data)
+    rows = torch.linspace(0, 319, 100).round().long()
+    trace = objective.teacher.trace(model_input(student, data.train.images[rows]))
+    path = torch.stack([state[:, 0] for state in trace.states])
+    expected = checkpoint_times(path.diff(dim=0).norm(dim=-1).mean(dim=1), horizon=2.0)
+    assert student.config.checkpoint_times == pytest.approx(expected, rel=1e-6)
+    assert expected != pytest.approx([2 / 3, 4 / 3, 2])
+    assert student.config.image_mean == data.mean  # a teacher saved without its own
+    student.save_pretrained(tmp_path / "student")
+    again = OdeViTForImageClassification.from_pretrained(tmp_path / "student")
+    assert again.config.checkpoint_times == student.config.checkpoint_times
+    uniform, _ = build(
+        dataclasses.replace(recipe, distill=dataclasses.replace(recipe.distill, placement="uniform")), data
+    )
+    assert uniform.config.checkpoint_times == pytest.approx([2 / 3, 4 / 3, 2])
+
+
+def test_the_objective_keeps_its_teacher_out_of_what_is_trained_and_saved(teacher_folder, data, tmp_path):
+    student, objective = build(recipe_of(tmp_path, teacher_folder), data)
+    module = LossModule(student, objective)
+    assert {name.removeprefix("model.") for name in module.state_dict()} == set(student.state_dict())
+    assert {id(p) for p in module.parameters()} == {id(p) for p in student.parameters()}
+    assert not any(part is objective.teacher.module for part in module.modules())
+
+
+def test_attention_is_traced_only_when_it_is_compared(teacher_folder, data, tmp_path):
+    wanted = {"losses": {"attention": 1.0, "cls_path": 1.0}, "collocation": 0.5}
+    student, objective = build(recipe_of(tmp_path, teacher_folder, **wanted), data)
+    asked, trace = [], objective.teacher.trace
+    objective.teacher.trace = lambda images, attention=False: asked.append(attention) or trace(images, attention)
+    images = model_input(student, data.train.images[:4])
+    options = {"targets": torch.eye(10)[:4], "indices": torch.arange(4), "num_steps": None}
+    early = objective(student, images, progress=0.1, **options)
+    late = objective(student, images, progress=0.9, **options)
+    assert asked == [False, True]
+    assert (set(early.losses), early.logits, early.evaluations) == ({"collocation"}, None, 1)
+    assert set(late.losses) == {"attention", "cls_path"}
+    assert (late.logits.shape, late.evaluations) == ((4, 10), 3)
+    fewer = objective(student, images, progress=0.9, **{**options, "num_steps": 2})
+    assert fewer.evaluations == 2
+
+
+@pytest.mark.parametrize("solver", ["heun", "dopri5"])
+def test_any_solver_unrolls(solver, teacher_folder, data, tmp_path):
+    student, objective = build(recipe_of(tmp_path, teacher_folder, model={"solver": solver}), data)
+    terms = objective(
+        student, model_input(student, data.train.images[:4]), torch.eye(10)[:4], torch.arange(4),
+        progress=0.5, num_steps=None,
+    )  # fmt: skip
+    assert float(terms.losses["cls_path"].detach()) > 0
+    assert terms.evaluations >= 6
+
+
+def test_student_in_place_of_the_teacher_has_no_loss(teacher_folder, data, tmp_path):
+    """End to end through the objective: a teacher whose states are the student's own path."""
+    losses = {"cls_path": 1.0, "patch_path": 1.0, "kl": 1.0}
+    student, objective = build(recipe_of(tmp_path, teacher_folder, placement="uniform", losses=losses), data)
+
+    def trace(images, attention=False):
+        path = student(images, output_hidden_states=True)
+        return TeacherTrace([state.detach() for state in path.hidden_states], None, path.logits.detach())
+
+    images = model_input(student, data.train.images[:4])
+    objective.teacher.trace = trace
+    terms = objective(student, images, torch.eye(10)[:4], torch.arange(4), progress=0.5, num_steps=3)
+    assert float(sum(terms.losses.values()).detach()) == pytest.approx(0, abs=1e-9)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+PHASES = {"collocation": 0.3, "forcing": 0.4, "losses": {"cls_path": 1.0, "patch_path": 0.5, "kl": 1.0, "jasmin": 0.01}}
+
+
+def sabotage(monkeypatch, step):
+    original = train.Run.train_step
+
+    def train_step(run, batch, progress):
+        if run.step == step:
+            raise ZeroDivisionError("pulled the plug")
+        return original(run, batch, progress)
+
+    monkeypatch.setattr(train.Run, "train_step", train_step)
+
+
+@pytest.mark.parametrize("cache", ["none", "all"])
+def test_a_run_names_its_phases_spares_its_teacher_and_resumes_bit_for_bit(
+    cache, teacher_folder, data, tmp_path, monkeypatch
+):
+    checksum = load_teacher(str(teacher_folder)).checksum()
+    options = {"cache": cache, **PHASES, "optim": {"ema": 0.9}, "augment": {"crop": 1}, "model": {"dropout": 0.1}}
+    options |= {"cache_views": 2} if cache == "all" else {}
+    whole = fit(recipe_of(tmp_path / "whole", teacher_folder, **options), data=data, progress_bar=False)
+    records = [record for record in read_metrics(whole.folder) if record["kind"] == "train"]
+    assert [r["phase"] for r in records] == ["collocation"] * 3 + ["teacher forcing"] * 4 + ["unrolled"] * 3
+    assert [r["evaluations"] for r in records] == [1] * 3 + [3] * 7
+    assert set(records[0]["losses"]) == {"collocation"}
+    assert set(records[-1]["losses"]) == {"cls_path", "patch_path", "kl", "jasmin"}
+    assert load_teacher(str(teacher_folder)).checksum() == checksum
+    assert len(whole.model.config.checkpoint_times) == 3
+
+    broken = recipe_of(tmp_path / "broken", teacher_folder, **options)
+    with monkeypatch.context() as patch:
+        sabotage(patch, step=6)
+        with pytest.raises(ZeroDivisionError):
+            fit(broken, data=data, progress_bar=False)
+    resumed = fit(broken, data=data, resume=True, progress_bar=False)
+    assert (resumed.folder / "metrics.jsonl").read_bytes() == (whole.folder / "metrics.jsonl").read_bytes()
+    ours, theirs = (load_file(run.folder / "model" / "model.safetensors") for run in (resumed, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    frozen = load_teacher(str(teacher_folder)).parts()
+    assert torch.equal(whole.model.classifier.weight.cpu(), frozen.head_weight)
+    assert torch.equal(whole.model.norm.bias.cpu(), frozen.norm_bias)
+    assert not torch.equal(whole.model.odevit.positions.cpu(), frozen.positions)
+
+
+def test_a_line_of_the_log_across_two_phases_divides_each_loss_by_the_steps_that_had_it(teacher_folder, data, tmp_path):
+    single, five = (
+        fit(recipe_of(tmp_path / str(n), teacher_folder, log_every=n, **PHASES), data=data, progress_bar=False)
+        for n in (1, 5)
+    )
+    steps = [record for record in read_metrics(single.folder) if record["kind"] == "train"][:5]
+    line = next(record for record in read_metrics(five.folder) if record["kind"] == "train")
+    assert [set(step["losses"]) == {"collocation"} for step in steps] == [True] * 3 + [False] * 2
+    for name, value in line["losses"].items():
+        had = [step["losses"][name] for step in steps if name in step["losses"]]
+        assert value == pytest.approx(sum(had) / len(had), rel=1e-5), name
+    assert line["loss"] == pytest.approx(sum(step["loss"] for step in steps) / 5, rel=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["cls", "all"])
+def test_cached_and_online_teachers_give_the_same_losses(cache, teacher_folder, data, tmp_path):
+    options = {"losses": {"cls_path": 1.0, "kl": 1.0}} if cache == "cls" else PHASES
+    losses = []
+    for kind in ("none", cache):
+        recipe = recipe_of(tmp_path / kind, teacher_folder, cache=kind, **options)
+        folder = fit(recipe, data=data, progress_bar=False).folder
+        losses.append([r["losses"] for r in read_metrics(folder) if r["kind"] == "train"])
+    assert len(losses[0]) == 10
+    for online, cached in zip(*losses, strict=True):
+        assert cached == pytest.approx(online, rel=1e-2)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-3)  # half precision
+    assert losses[0] != losses[1]
+
+
+def test_with_a_cache_the_teacher_never_runs_again_and_nothing_is_augmented_twice(
+    teacher_folder, data, tmp_path, monkeypatch
+):
+    options = {"cache": "cls", "cache_views": 2, "augment": {"crop": 2}, "optim": {"steps": 3}}
+    recipe = recipe_of(tmp_path, teacher_folder, **options)
+    student, objective = build(recipe, data)
+    assert len(objective.training_data(data).train) == 640
+    assert len(objective.training_data(data).val) == len(data.val)
+    seen = []
+    monkeypatch.setattr(
+        Distillation,
+        "observe",
+        lambda self, images, rows, attention: seen.append((images, rows)) or self.cache.trace(rows),
+    )
+    monkeypatch.setattr(objective.teacher, "trace", lambda *_: pytest.fail("the teacher ran"))
+    fit(recipe, model=student, objective=objective, data=data, progress_bar=False)
+    assert len(seen) == 3
+    for images, rows in seen:
+        assert torch.equal(images, model_input(student, objective.cache.split.images[rows]))
+
+
+def test_a_rebuilt_student_starts_from_the_same_weights(teacher_folder, data, tmp_path):
+    recipe = recipe_of(tmp_path, teacher_folder)
+    first, _ = build(recipe, data)
+    torch.rand(5)
+    second, _ = build(recipe, data, load_teacher(str(teacher_folder)))
+    other, _ = build(dataclasses.replace(recipe, seed=1), data)
+    weights = [model.odevit.fields[0].mlp.state_dict() for model in (first, second, other)]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name])
+        assert not torch.equal(value, weights[2][name])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"losses": {"cls_paht": 1.0}}, r"\['cls_paht'\]; give weights to some of cls_path, .*cross_entropy"),
+        ({"losses": {"kl": 0.0}}, "nothing; give weights"),
+        ({"losses": {"kl": "much"}}, "distill.losses must be numbers"),
+        ({"placement": "random"}, "distill.placement must be one of distance, uniform, got 'random'"),
+        ({"layer_weights": "first"}, "none, variance, last"),
+        ({"cache": "patches"}, "none, cls, all"),
+        ({"collocation": 1.5}, "between 0 and 1; got 1.5"),
+        ({"sample": 0}, "distill.sample must be positive"),
+        ({"kl_temperature": 0.0}, "distill.kl_temperature must be positive"),
+        ({"cache": "cls", "collocation": 0.5}, "collocation needs all tokens"),
+        ({"cache": "cls", "forcing": 0.5}, "forcing needs all tokens"),
+        ({"cache": "cls", "losses": {"patch_path": 1.0}}, "patch_path needs all tokens"),
+        ({"cache": "all", "losses": {"attention": 1.0}}, "attention is not cached"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        DistillConfig(**options)
+
+
+def test_plans_that_cannot_work(teacher_folder, data, tmp_path):
+    def refuse(message, teacher=None, augment=None, model=None, **distill):
+        recipe = recipe_of(tmp_path, teacher_folder, augment=augment, model=model, **distill)
+        with pytest.raises(ValueError, match=message):
+            build(recipe, data, teacher)
+
+    sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1}
+    refuse("fixed steps", forcing=0.5, model={"solver": "dopri5"})
+    refuse("as many: 2 registers, 0 extra", losses={"register_path": 1.0}, model={"num_registers": 2})
+    refuse("kl loss needs a teacher with a classification head", tiny_teacher("dino", **sizes), losses={"kl": 1.0})
+    refuse("nothing would train the student's head", tiny_teacher("dinov2", **sizes))
+    refuse("mixup cannot be cached", augment={"mixup": 0.2}, cache="cls")
+    with pytest.raises(ValueError, match=r"needs a teacher: --teacher DIRECTORY_OR_HUB_NAME, or distill\.teacher"):
+        build(recipe_of(tmp_path, ""), data)
+
+
+def test_registers_are_compared_when_the_teacher_has_as_many_extra_tokens(teacher_folder, data, tmp_path):
+    teacher = tiny_teacher("dinov2-registers", image_size=8, patch_size=4, num_channels=1)
+    losses = {"register_path": 1.0, "patch_path": 1.0, "kl": 1.0}
+    recipe = recipe_of(tmp_path, teacher_folder, losses=losses, layer_weights="variance", collocation=0.5)
+    student, objective = build(recipe, data, teacher)
+    assert student.config.num_registers == teacher.extra_tokens > 0
+    images = model_input(student, data.train.images[:8])
+    for progress, names in ((0.1, {"collocation"}), (0.9, set(losses))):
+        terms = objective(student, images, torch.eye(10)[:8], torch.arange(8), progress=progress, num_steps=None)
+        assert set(terms.losses) == names
+        assert all(torch.isfinite(loss) and loss > 0 for loss in terms.losses.values())
+
+
+def test_a_recipe_survives_its_file(teacher_folder, tmp_path):
+    recipe = recipe_of(tmp_path, teacher_folder, cache="all", **PHASES)
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    assert Recipe.load(tmp_path / "recipe.yaml") == recipe
+    changed = Recipe.load(tmp_path / "recipe.yaml", ["distill.losses.kl=3e-1", "distill.cache=none"])
+    assert (changed.distill.losses["kl"], changed.distill.cache) == (0.3, "none")

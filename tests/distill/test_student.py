@@ -1,0 +1,144 @@
+"""A student takes its teacher's tokens, norm and head over, as copies; the contract runs over every family."""
+
+import pytest
+import torch
+from teacher_contract import images, randomise
+
+from odevit import OdeViTForImageClassification
+from odevit.distill.student import TEACHERS_OWN, copy_parts, parameter_report, student_of
+from odevit.teachers.teacher import TEACHERS, load_teacher
+
+FAMILIES = sorted(set(TEACHERS) - {"timm", "torchvision"})  # those two: tests/with_timm
+
+
+def random_teacher(family="vit"):
+    example = TEACHERS[family].example(image_size=32, patch_size=8, num_labels=5, num_channels=3)
+    return load_teacher(randomise(example))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def teacher(request):
+    return random_teacher(request.param)
+
+
+@pytest.mark.parametrize("registers", [None, 0, 3])
+def test_tokens_equal_the_teachers_bit_for_bit(teacher, registers):
+    student = student_of(teacher, **({} if registers is None else {"num_registers": registers}))
+    tokens, first = student.odevit.embed(images()), teacher.trace(images()).states[0]
+    expected = teacher.extra_tokens if registers is None else registers
+    assert tokens.shape == (2, 17 + expected, 32)
+    assert torch.equal(tokens[:, :17], first[:, :17])
+    if expected == teacher.extra_tokens:
+        assert torch.equal(tokens, first)  # extra tokens became registers
+
+
+def test_head_of_the_last_state_gives_the_teachers_logits(teacher):
+    trace, student = teacher.trace(images()), student_of(teacher)
+    logits = student.classify(trace.states[-1])
+    note = teacher.parts().head_note
+    if trace.logits is None:
+        assert student.classifier.weight.requires_grad, note
+    elif note == "":
+        torch.testing.assert_close(logits, trace.logits, rtol=1e-4, atol=1e-5)
+    else:
+        assert not torch.allclose(logits, trace.logits, atol=1e-2), note
+
+
+def test_every_part_is_copied_by_name_and_none_is_shared(teacher):
+    student = student_of(teacher)
+    names, parts = copy_parts(teacher, student), teacher.parts()
+    expected = {
+        "odevit.tokenizer.projection.weight": parts.patch_weight,
+        "odevit.tokenizer.projection.bias": parts.patch_bias,
+        "odevit.cls_token": parts.cls_token,
+        "odevit.positions": parts.positions,
+        "odevit.registers": parts.registers,
+        "norm.weight": parts.norm_weight,
+        "norm.bias": parts.norm_bias,
+        "classifier.weight": parts.head_weight,
+        "classifier.bias": parts.head_bias,
+    }
+    assert set(names) == {name for name, part in expected.items() if part is not None}
+    values = student.state_dict()
+    assert all(torch.equal(values[name], expected[name]) for name in names)
+    theirs = {parameter.data_ptr() for parameter in teacher.parameters()}
+    assert not theirs & {parameter.data_ptr() for parameter in student.parameters()}
+
+
+def test_training_a_student_leaves_the_teacher_as_it_is(teacher):
+    before, student = teacher.checksum(), student_of(teacher, freeze_head=False).train()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    student(images(), labels=torch.tensor([0, 1])).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(1.0)
+    assert not torch.equal(student.odevit.positions, teacher.parts().positions)
+    assert teacher.checksum() == before
+
+
+def test_head_is_frozen_unless_asked_or_fresh(teacher):
+    def frozen(student):
+        return {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
+
+    head = {"norm.weight", "norm.bias", "classifier.weight", "classifier.bias"}
+    copied = teacher.parts().head_weight is not None
+    assert frozen(student_of(teacher)) == (head if copied else set())
+    assert frozen(student_of(teacher, freeze_head=False)) == set()
+
+
+def test_the_patch_bias_is_copied_too():
+    """The published code left the patch bias out."""
+    teacher = random_teacher()
+    assert teacher.parts().patch_bias.abs().min() > 0
+    student = student_of(teacher)
+    assert torch.equal(student.odevit.tokenizer.projection.bias, teacher.parts().patch_bias)
+
+
+def test_from_teacher_in_one_call_and_back_from_disk(tmp_path):
+    model = randomise(TEACHERS["vit"].example(image_size=32, patch_size=8, num_labels=3, num_channels=3))
+    model.config.id2label = {0: "cat", 1: "dog", 2: "emu"}
+    student = OdeViTForImageClassification.from_teacher(model, num_fields=2, mlp_ratio=2, num_registers=1, num_steps=6)
+    config = student.config
+    assert (config.num_fields, config.mlp_ratio, config.num_registers, config.num_steps) == (2, 2, 1, 6)
+    assert (config.hidden_size, config.num_attention_heads, config.depth, config.image_size) == (32, 2, 3, 32)
+    assert config.id2label == {0: "cat", 1: "dog", 2: "emu"}
+    config.id2label[0] = "changed"
+    assert model.config.id2label[0] == "cat"
+    student.save_pretrained(tmp_path)
+    again = OdeViTForImageClassification.from_pretrained(tmp_path)
+    assert torch.equal(again(images()).logits, student.eval()(images()).logits)
+
+
+def test_a_teacher_without_a_head_gives_a_fresh_one():
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=32)
+    student = student_of(ViTModel(config, add_pooling_layer=False), num_labels=7)
+    assert student.classifier.weight.shape == (7, 32)
+    assert student.classifier.weight.requires_grad
+
+
+def test_parameter_report_counts_everything():
+    teacher = random_teacher()
+    student = student_of(teacher, mlp_ratio=1)
+    report = parameter_report(student, teacher)
+    head = 2 * 32 + 32 * 5 + 5
+    field = 2 * 2 * 32 + 4 * 32 * 32 + 2 * 32 * 32  # two norms; q, k, v, o; W1, W2; no biases
+    tokens = 32 * 3 * 64 + 32 + 32 + 17 * 32  # patch kernel and bias, CLS, positions
+    assert report.field == field
+    assert report.total == head + field + tokens
+    assert report.trainable == field + tokens
+    assert report.teacher == sum(parameter.numel() for parameter in teacher.parameters())
+    assert report.ratio == report.teacher / report.total
+
+
+@pytest.mark.parametrize("name", [*TEACHERS_OWN, "num_stepz"])
+def test_what_cannot_be_chosen_is_told(name):
+    with pytest.raises(ValueError, match=f"cannot set {name} on a student; fields to choose: .*num_steps"):
+        student_of(random_teacher(), **{name: 1})
+
+
+def test_other_classes_than_the_teachers_are_told():
+    with pytest.raises(ValueError, match=r"classifier.weight must have one shape.*\(9, 32\).*\(5, 32\).*num_labels"):
+        student_of(random_teacher(), num_labels=9)

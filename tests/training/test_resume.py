@@ -1,0 +1,195 @@
+"""A run that was killed anywhere and resumed equals, bit for bit, the run that was not."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from child_processes import start_child, wait_for_child
+from safetensors.torch import load_file
+from tiny_runs import stateful_recipe, tiny_recipe
+
+from odevit.training import checkpoint
+from odevit.training import loop as train
+from odevit.training.checkpoint import CheckpointStore
+from odevit.training.loop import fit
+
+
+def run_child(folder: Path, sabotage: tuple = (), resume: bool = False) -> int:
+    """Run the recipe in a process of its own; its exit code, negative for a signal."""
+    return wait_for_child(start_child(_child, folder, sabotage, resume))
+
+
+def _child(folder: Path, sabotage: tuple, resume: bool) -> None:
+    if sabotage:
+        SABOTAGES[sabotage[0]](*sabotage[1:])
+    fit(stateful_recipe(folder), resume=resume, progress_bar=False)
+
+
+def _signal_at_step(step: int, number: int) -> None:
+    original = train.Run.train_step
+
+    def train_step(run, batch, progress):
+        if run.step == step:
+            os.kill(os.getpid(), number)
+        return original(run, batch, progress)
+
+    train.Run.train_step = train_step
+
+
+def _kill_in_call(name: str, part_of_path: str, count: int) -> None:
+    """SIGKILL in the count-th call of checkpoint.sync or os.replace whose first argument contains `part_of_path`."""
+    owner = checkpoint if name == "sync" else os
+    original, seen = getattr(owner, name), []
+
+    def call(path, *args):
+        if part_of_path in str(path):
+            seen.append(path)
+            if len(seen) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return original(path, *args)
+
+    setattr(owner, name, call)
+
+
+def _kill_in_torch_save(count: int) -> None:
+    """SIGKILL with half of state.pt written."""
+    original, seen = torch.save, []
+
+    def save(state, path):
+        original(state, path)
+        seen.append(path)
+        if len(seen) == count:
+            os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = save
+
+
+SABOTAGES = {"signal": _signal_at_step, "call": _kill_in_call, "torch.save": _kill_in_torch_save}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    assert run_child(folder) == 0
+    return folder
+
+
+def assert_same_run(folder: Path, reference: Path) -> None:
+    assert (folder / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    for name in ("model", "best"):
+        ours, theirs = (load_file(f / name / "model.safetensors") for f in (folder, reference))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    (ours, _), (theirs, _) = (CheckpointStore(f / "checkpoints", 2).load() for f in (folder, reference))
+    for key in ("model", "average"):
+        assert all(torch.equal(ours[key][name], theirs[key][name]) for name in theirs[key])
+    for mine, other in zip(ours["optimizers"], theirs["optimizers"], strict=True):
+        for index, moments in other["state"].items():
+            assert all(torch.equal(mine["state"][index][name], value) for name, value in moments.items())
+    assert not list(folder.rglob(".tmp-*"))
+    assert not list(folder.rglob(".previous-*"))
+
+
+def test_reference_learns_and_is_reproducible(reference, tmp_path):
+    assert run_child(tmp_path / "run") == 0
+    assert_same_run(tmp_path / "run", reference)
+
+
+@pytest.mark.parametrize("step", [2, 13, 23])  # before the first checkpoint, between two, at the last step
+def test_sigkill_at_a_step(step, reference, tmp_path):
+    assert run_child(tmp_path / "run", ("signal", step, signal.SIGKILL)) == -signal.SIGKILL
+    assert run_child(tmp_path / "run", resume=True) == 0
+    assert_same_run(tmp_path / "run", reference)
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        ("torch.save", 3),
+        ("call", "sync", "state.pt", 2),
+        ("call", "replace", ".tmp-step", 2),
+        ("call", "replace", ".tmp-best", 2),  # the old best/ has been moved away, the new one is not there yet
+    ],
+)
+def test_sigkill_during_a_write(sabotage, reference, tmp_path):
+    folder = tmp_path / "run"
+    assert run_child(folder, sabotage) == -signal.SIGKILL
+    assert list(folder.rglob(".tmp-*")), "the kill did not hit a write"
+    assert run_child(folder, resume=True) == 0
+    assert_same_run(folder, reference)
+
+
+def test_killed_twice(reference, tmp_path):
+    assert run_child(tmp_path / "run", ("signal", 9, signal.SIGKILL)) == -signal.SIGKILL
+    assert run_child(tmp_path / "run", ("signal", 17, signal.SIGKILL), resume=True) == -signal.SIGKILL
+    assert run_child(tmp_path / "run", resume=True) == 0
+    assert_same_run(tmp_path / "run", reference)
+
+
+def test_sigterm_saves_and_exits_with_143(reference, tmp_path):
+    folder = tmp_path / "run"
+    assert run_child(folder, ("signal", 11, signal.SIGTERM)) == 143
+    newest = CheckpointStore(folder / "checkpoints", 2).newest()
+    assert newest is not None
+    assert newest.name == "step-00000012"  # the step that was running is finished first
+    assert run_child(folder, resume=True) == 0
+    assert_same_run(folder, reference)
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_gives_the_handlers_back(tmp_path, monkeypatch, capsys):
+    handler, original = signal.getsignal(signal.SIGINT), train.Run.train_step
+
+    def train_step(run, batch, progress):
+        if run.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(run, batch, progress)
+
+    monkeypatch.setattr(train.Run, "train_step", train_step)
+    with pytest.raises(SystemExit) as stopped:
+        fit(tiny_recipe(tmp_path / "run"), progress_bar=False)
+    assert stopped.value.code == 130
+    assert f"odevit train {tmp_path / 'run'}/recipe.yaml --resume" in capsys.readouterr().err
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_resume_with_another_recipe_names_the_keys(tmp_path):
+    fit(tiny_recipe(tmp_path / "run", optim={"steps": 5}), progress_bar=False)
+    with pytest.raises(ValueError, match=r"optim\.lr: 0\.003 in the run, 0\.1 now"):
+        fit(tiny_recipe(tmp_path / "run", optim={"steps": 5, "lr": 0.1}), resume=True, progress_bar=False)
+    longer = fit(tiny_recipe(tmp_path / "run", optim={"steps": 8}), resume=True, progress_bar=False)
+    assert longer.metrics["steps"] == 8
+
+
+def test_damaged_newest_checkpoint_falls_back(tmp_path):
+    recipe = tiny_recipe(tmp_path / "run", optim={"steps": 12})
+    expected = fit(recipe, progress_bar=False).model.state_dict()
+    before, newest = CheckpointStore(tmp_path / "run" / "checkpoints", 2).paths()
+    with (newest / "state.pt").open("r+b") as file:
+        file.seek(2000)
+        file.write(b"damage")
+    (tmp_path / "run" / "result.json").unlink()
+    with pytest.warns(UserWarning, match="damaged"):
+        resumed = fit(recipe, resume=True, progress_bar=False)
+    assert before.name == "step-00000010"
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
+
+
+def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path / "run", optim={"steps": 4})
+    first = fit(recipe, progress_bar=False)
+    monkeypatch.setattr(train.Run, "train_step", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: pytest.fail("evaluated again"))
+    again = fit(recipe, resume=True, progress_bar=False)
+    assert again.metrics == first.metrics
+    assert all(torch.equal(v, first.model.state_dict()[n]) for n, v in again.model.state_dict().items())
+
+
+def test_a_run_ends_with_a_checkpoint_of_its_last_step(tmp_path):
+    """Also where the last step is validated but is no multiple of checkpoint_every."""
+    recipe = tiny_recipe(tmp_path / "run", optim={"steps": 8})  # validated at 8, checkpoints at 5
+    fit(recipe, progress_bar=False)
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1].endswith("8")
