@@ -41,7 +41,7 @@ from odevit.training.optim import build_optimizers
 
 aten = torch.ops.aten
 SIDE, CLASSES = 32, 10
-TARGETS = {"a": (">=", 0.70), "b": (">=", 1.5), "c": ("<=", 1 / 3), "d": ("<=", 0.05)}  # issue 3
+TARGETS = {"a": (">=", 0.70), "b": (">=", 1.5), "c": ("<=", 1 / 3), "d": ("<=", 0.05)}
 
 
 # --- the published way ------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def distil(teacher: Teacher, images: Images, steps: int, seed: int, snapshots: A
     """The paper's label-free loss: Σ_l mean ‖X(t_l)[CLS] - h_l[CLS]‖² at uniform times; the head never enters."""
     torch.manual_seed(seed)
     times = [layer / teacher.depth for layer in range(1, teacher.depth + 1)]
-    student = student_of(teacher, mlp_ratio=4, checkpoint_times=times)
+    student = student_of(teacher, mlp_ratio=4, meeting_times=times)
     pairs = match_steps(times, student.config.num_steps)
     states = teacher.trace(images.train).states
     targets = torch.stack([states[layer][:, 0] for layer, _ in pairs])  # (L, N, d)

@@ -4,7 +4,8 @@ import pytest
 import yaml
 from tiny_runs import tiny_recipe
 
-from odevit.recipe import Recipe, override, parse
+from odevit.parse import parse
+from odevit.recipe import Recipe, override
 from odevit.training.config import LoopConfig, OptimConfig, PenaltyConfig
 
 MINIMAL = {"data": {"name": "digits"}, "optim": {"epochs": 2}}

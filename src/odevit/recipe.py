@@ -4,20 +4,15 @@ Unknown keys and wrong types are errors that name the key and list what is valid
 The configs of data, augmentation and distillation live beside the code that reads them.
 """
 
-import collections.abc
-import dataclasses
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from odevit.data import DataConfig
 from odevit.distill.objective import DistillConfig
-from odevit.training.config import BUDGETS, RunConfig, plain
-
-C = TypeVar("C")
+from odevit.parse import plain
+from odevit.training.config import BUDGETS, RunConfig
 
 
 @dataclass(kw_only=True)
@@ -36,7 +31,7 @@ class Recipe(RunConfig):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
-        recipe = parse(cls, values)
+        recipe = super().from_dict(values)
         if recipe.task == "distill" and recipe.distill is None:
             recipe.distill = DistillConfig()
         return recipe
@@ -84,88 +79,3 @@ def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str,
                 target.pop(other, None)
         target[name] = yaml.safe_load(text)
     return result
-
-
-# --- the strict parser ------------------------------------------------------------------------------------------------
-
-
-def parse(cls: type[C], values: Any, where: str = "") -> C:
-    """A dataclass from a mapping: every key known, every value of the annotated type."""
-    if dataclasses.is_dataclass(values) and isinstance(values, cls):
-        return values
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where or 'the recipe'} must be a group of keys, got {values!r}")
-    hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    prefix = f"{where}." if where else ""
-    for key in values:
-        if key not in names:
-            raise ValueError(f"unknown key {prefix}{key}; valid keys: {', '.join(names)}")
-    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if f.default is f.default_factory is dataclasses.MISSING and f.name not in values:
-            raise ValueError(f"{prefix}{f.name} is missing")
-    return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        return _convert_union(arguments, value, where)
-    if origin is Literal:
-        if value not in arguments:
-            raise ValueError(f"{where} must be one of {', '.join(map(repr, arguments))}; got {value!r}")
-        return value
-    if dataclasses.is_dataclass(hint):
-        return parse(hint, value, where)  # type: ignore[arg-type]
-    if origin in (list, tuple, collections.abc.Sequence):
-        return _convert_sequence(tuple if origin is tuple else list, arguments, value, where)
-    if (origin or hint) is dict:
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{where} must be a group of keys, got {value!r}")
-        return dict(value)
-    return _convert_scalar(hint, value, where)
-
-
-def _convert_union(options: Sequence[Any], value: Any, where: str) -> Any:
-    if value is None and type(None) in options:
-        return None
-    errors = []
-    for option in options:
-        if option is not type(None):
-            try:
-                return _convert(option, value, where)
-            except ValueError as error:
-                errors.append(str(error))
-    raise ValueError(" or ".join(errors))
-
-
-def _convert_sequence(origin: type, arguments: tuple, value: Any, where: str) -> Any:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{where} must be a list, got {value!r}")
-    if origin is list or (len(arguments) == 2 and arguments[1] is Ellipsis):
-        kinds = [arguments[0] if arguments else Any] * len(value)
-    else:
-        kinds = list(arguments)
-        if len(kinds) != len(value):
-            raise ValueError(f"{where} must have {len(kinds)} entries, got {value!r}")
-    return origin(
-        _convert(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
-    )
-
-
-def _convert_scalar(hint: type, value: Any, where: str) -> Any:
-    """YAML reads 1e-3 (without a point) as text: text that is a number counts as one where a number is expected."""
-    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    if hint is float and not isinstance(value, bool):
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            pass
-    elif hint is int and not isinstance(value, bool):
-        if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-            return int(value)
-    elif hint in (bool, str) and isinstance(value, hint):
-        return value
-    raise ValueError(f"{where} must be {wanted.get(hint, hint)}, got {value!r}")

@@ -8,7 +8,7 @@ from odevit.analysis import Study
 from odevit.analysis.attack import attack
 from odevit.analysis.stability import path_measures, run
 from odevit.dynamics import certificate
-from odevit.dynamics.certificate import certify, norm_bounds, second_derivative_bound, tokenizer_bound
+from odevit.dynamics.certificate import certify, norm_derivatives_bound, second_derivative_bound, tokenizer_bound
 from odevit.model.config import OdeViTConfig
 from odevit.model.layers import NORMS, TOKENIZERS
 from odevit.model.model import OdeViTForImageClassification
@@ -73,11 +73,11 @@ def test_second_derivative_bound_holds_on_the_whole_ball(norm, size):
     assert (second <= bound * (1 + 1e-9)).all()
 
 
-def test_layer_norm_bounds_hold():
+def test_layer_norm_derivatives_bound_hold():
     norm = torch.nn.LayerNorm(6, eps=1e-3).double().requires_grad_(False)
     norm.weight.data = torch.randn(6, dtype=torch.float64)
     x, r = torch.randn(1, 1, 6, dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)
-    first, second = norm_bounds(norm, x)(r)
+    first, second = norm_derivatives_bound(norm, x)(r)
     points, u = x + of_length((300, 1, 6), 0.5), of_length((300, 1, 6), 1.0)
     one, two = jvp(lambda y: jvp(norm, (y,), (u,))[1], (points,), (u,))
     assert (one.flatten(1).norm(dim=1) <= first).all()

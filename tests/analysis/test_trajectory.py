@@ -92,12 +92,12 @@ def test_paths_are_the_states_of_cls(teacher: Teacher) -> None:
 
 def test_findings_with_a_teacher(teacher: Teacher) -> None:
     times = [(layer + 1) / teacher.depth for layer in range(teacher.depth)]
-    for checkpoint_times in (times, None):
-        study = study_of(teacher, checkpoint_times=checkpoint_times)
+    for meeting_times in (times, None):
+        study = study_of(teacher, meeting_times=meeting_times)
         findings = {finding.name: finding for finding in run(study)}
         assert list(findings) == ["trajectory/plane", "trajectory/space", "trajectory/layers"]
         layers = findings["trajectory/layers"].value
-        assert layers["checkpoint_times"] is (checkpoint_times is not None)
+        assert layers["meeting_times"] is (meeting_times is not None)
         assert [entry["layer"] for entry in layers["layers"]] == list(range(1, teacher.depth + 1))
         assert layers["layers"][-1]["step"] == 6
     assert isinstance(findings["trajectory/space"].figure, HtmlFigure)

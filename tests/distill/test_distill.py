@@ -9,7 +9,7 @@ from tiny_runs import tiny_recipe
 
 from odevit import OdeViTForImageClassification
 from odevit.data import DataConfig, load_data
-from odevit.distill.meeting import checkpoint_times
+from odevit.distill.meeting import meeting_times
 from odevit.distill.objective import (
     Distillation,
     DistillConfig,
@@ -64,13 +64,13 @@ def objective_with(**changes):
 
 def test_phases_and_the_schedule_of_forcing():
     objective = objective_with(collocation=0.2, forcing=0.4)
-    assert [objective.phase(p) for p in (0, 0.19, 0.2, 0.59, 0.61, 1)] == [
+    assert [objective.stage(p) for p in (0, 0.19, 0.2, 0.59, 0.61, 1)] == [
         "collocation", "collocation", "teacher forcing", "teacher forcing", "unrolled", "unrolled",
     ]  # fmt: skip
     assert [objective.forced(p) for p in (0.2, 0.3, 0.4, 0.6, 1.0)] == pytest.approx([1, 0.75, 0.5, 0, 0])
     free = objective_with()
     assert [free.forced(p) for p in (0, 0.5, 1)] == [0, 0, 0]
-    assert free.phase(0) == "unrolled"
+    assert free.stage(0) == "unrolled"
 
 
 # --- a recipe, its student and its objective --------------------------------------------------------------------------
@@ -111,17 +111,17 @@ def test_build_measures_the_times_and_they_survive_saving(teacher_folder, data, 
     rows = torch.linspace(0, 319, 100).round().long()
     trace = objective.teacher.trace(model_input(student, data.train.images[rows]))
     path = torch.stack([state[:, 0] for state in trace.states])
-    expected = checkpoint_times(path.diff(dim=0).norm(dim=-1).mean(dim=1), horizon=2.0)
-    assert student.config.checkpoint_times == pytest.approx(expected, rel=1e-6)
+    expected = meeting_times(path.diff(dim=0).norm(dim=-1).mean(dim=1), horizon=2.0)
+    assert student.config.meeting_times == pytest.approx(expected, rel=1e-6)
     assert expected != pytest.approx([2 / 3, 4 / 3, 2])
     assert student.config.image_mean == data.mean  # a teacher saved without its own
     student.save_pretrained(tmp_path / "student")
     again = OdeViTForImageClassification.from_pretrained(tmp_path / "student")
-    assert again.config.checkpoint_times == student.config.checkpoint_times
+    assert again.config.meeting_times == student.config.meeting_times
     uniform, _ = build(
         dataclasses.replace(recipe, distill=dataclasses.replace(recipe.distill, placement="uniform")), data
     )
-    assert uniform.config.checkpoint_times == pytest.approx([2 / 3, 4 / 3, 2])
+    assert uniform.config.meeting_times == pytest.approx([2 / 3, 4 / 3, 2])
 
 
 def test_the_objective_keeps_its_teacher_out_of_what_is_trained_and_saved(teacher_folder, data, tmp_path):
@@ -200,12 +200,12 @@ def test_a_run_names_its_phases_spares_its_teacher_and_resumes_bit_for_bit(
     options |= {"cache_views": 2} if cache == "all" else {}
     whole = fit(recipe_of(tmp_path / "whole", teacher_folder, **options), data=data, progress_bar=False)
     records = [record for record in read_metrics(whole.folder) if record["kind"] == "train"]
-    assert [r["phase"] for r in records] == ["collocation"] * 3 + ["teacher forcing"] * 4 + ["unrolled"] * 3
+    assert [r["stage"] for r in records] == ["collocation"] * 3 + ["teacher forcing"] * 4 + ["unrolled"] * 3
     assert [r["evaluations"] for r in records] == [1] * 3 + [3] * 7
     assert set(records[0]["losses"]) == {"collocation"}
     assert set(records[-1]["losses"]) == {"cls_path", "patch_path", "kl", "jasmin"}
     assert load_teacher(str(teacher_folder)).checksum() == checksum
-    assert len(whole.model.config.checkpoint_times) == 3
+    assert len(whole.model.config.meeting_times) == 3
 
     broken = recipe_of(tmp_path / "broken", teacher_folder, **options)
     with monkeypatch.context() as patch:

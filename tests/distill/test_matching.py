@@ -4,11 +4,11 @@ import pytest
 import torch
 from test_losses import tiny_student
 
-from odevit.distill.meeting import checkpoint_times, collocation_loss, match_steps, unroll, with_teacher_tokens
+from odevit.distill.meeting import collocation_loss, match_steps, meeting_times, unroll, with_teacher_tokens
 
 
 def uniform_times(depth):
-    return checkpoint_times(torch.ones(depth), placement="uniform")
+    return meeting_times(torch.ones(depth), placement="uniform")
 
 
 # --- teacher forcing --------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def own_path(model, images, legs):
 @pytest.mark.parametrize(("num_fields", "registers", "num_steps"), [(1, 0, 4), (2, 0, 4), (2, 2, 8), (4, 0, 4)])
 def test_collocation_is_zero_for_the_students_own_flow(num_fields, registers, num_steps):
     model = tiny_student(num_fields=num_fields, num_registers=registers, num_steps=num_steps, depth=4).double()
-    model.config.checkpoint_times = uniform_times(4)
+    model.config.meeting_times = uniform_times(4)
     states = own_path(model, torch.randn(16, 1, 8, 8, dtype=torch.double), 4)
     weights = torch.ones(4, states[0].shape[1], dtype=torch.double)
     assert float(collocation_loss(model, states, weights, num_steps).detach()) < 1e-10
@@ -83,7 +83,7 @@ def test_collocation_is_zero_for_the_students_own_flow(num_fields, registers, nu
 def test_collocation_in_closed_form_and_its_gradient():
     """One layer leaves nothing to chance: CLS and patches, each a mean over its tokens, weighted."""
     model = tiny_student(num_steps=1)
-    model.config.checkpoint_times = [1.0]
+    model.config.meeting_times = [1.0]
     start, end = torch.randn(3, 6, 16), torch.randn(3, 6, 16)  # E = 1, R = 2: extras say nothing about registers
     weights = torch.tensor([[2.0, 3, 3, 3, 3, 100]])
     loss = collocation_loss(model, [start, end], weights, 1)
@@ -100,7 +100,7 @@ def test_collocation_in_closed_form_and_its_gradient():
 
 def test_collocation_estimates_the_sum_over_layers_with_one_evaluation_an_image():
     model = tiny_student(num_fields=2, num_registers=0, num_steps=3)
-    model.config.checkpoint_times = [0.2, 0.4, 1.0]
+    model.config.meeting_times = [0.2, 0.4, 1.0]
     states, weights = [torch.randn(2000, 5, 16) for _ in range(4)], torch.rand(3, 5)
     seen = []
     for field in model.odevit.fields:
@@ -119,7 +119,7 @@ def test_collocation_estimates_the_sum_over_layers_with_one_evaluation_an_image(
 
 def test_a_leg_across_two_phases_belongs_to_the_field_that_starts_it():
     model = tiny_student(num_fields=2, num_steps=2)
-    model.config.checkpoint_times = [1.0]
+    model.config.meeting_times = [1.0]
     collocation_loss(model, [torch.randn(3, 5, 16), torch.randn(3, 5, 16)], torch.ones(1, 5), 2).backward()
     first, second = model.odevit.fields
     assert all(parameter.grad is not None for parameter in first.parameters())
@@ -128,7 +128,7 @@ def test_a_leg_across_two_phases_belongs_to_the_field_that_starts_it():
 
 def test_collocation_with_fewer_steps_than_layers_skips_layers():
     model = tiny_student(num_registers=0, num_steps=2, depth=4).double()
-    model.config.checkpoint_times = uniform_times(4)
+    model.config.meeting_times = uniform_times(4)
     inner = own_path(model, torch.randn(4, 1, 8, 8, dtype=torch.double), 2)
     junk = torch.full_like(inner[0], 1e6)
     states = [inner[0], junk, inner[1], junk, inner[2]]

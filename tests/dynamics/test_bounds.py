@@ -199,7 +199,7 @@ def test_g_bounds_the_eigenvalues_of_the_softmax_jacobian(n):
     eigenvalues = torch.linalg.eigvalsh(torch.diag_embed(p) - p[:, :, None] * p[:, None, :]).flip(-1)
     for k in range(1, min(5, n) + 1):
         assert (g(p, k) >= eigenvalues[:, k - 1] - 1e-14).all()
-    assert (g(p) <= eigenvalues[:, 0] / 0.8 + 1e-14).all()  # and it is not loose: METHOD saw ratios in [0.85, 1]
+    assert (g(p) <= eigenvalues[:, 0] / 0.8 + 1e-14).all()  # and it is not loose
 
 
 def test_g_by_hand():
@@ -320,7 +320,7 @@ def test_l2_bound_is_quadratic_in_the_query_weight():
 def test_attention_bound_agrees_with_the_formula_of_the_method():
     torch.manual_seed(0)
     attention, x = randomise_(Attention(12, 3), torch.Generator().manual_seed(0)), torch.randn(1, 5, 12).double()
-    total, centred, p = 0.0, x[0] - x[0].mean(dim=0), attention.attention(x)[0]
+    total, centred, p = 0.0, x[0] - x[0].mean(dim=0), attention.map(x)[0]
     weights = [layer.weight.T.split(4, dim=1) for layer in (attention.query, attention.key, attention.value)]
     for head, (wq, wk, wv) in enumerate(zip(*weights, strict=True)):
         a = wq @ wk.T / 2  # sqrt(d/h) = 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from odevit.dynamics.bounds import field_bound
-from odevit.dynamics.jacobian import curvature, error_bound, jacobian_norm, linearise, log_norm, tangents
+from odevit.dynamics.jacobian import curvature, error_bound, forward_derivatives, jacobian_norm, linearise, log_norm
 from odevit.model.field import VectorField
 from odevit.model.layers import ATTENTIONS
 from odevit.model.solvers import solve
@@ -37,7 +37,7 @@ def test_linearise_agrees_with_forward_and_reverse_mode(kind):
     x, v = torch.randn(2, 2, 5, 8, dtype=torch.float64)
     with torch.no_grad():
         y, push, pull = linearise(field, x)
-        with tangents():
+        with forward_derivatives():
             expected, image = torch.func.jvp(field, (x,), (v,))
             pulled = torch.func.vjp(field, x)[1](v)[0]
     for _ in range(2):  # any number of products
@@ -93,7 +93,7 @@ def test_vector_fields_against_dense_jacobians(kind, contraction):
     def f(z: Tensor) -> Tensor:
         return field(z) - contraction * z
 
-    with tangents():
+    with forward_derivatives():
         jacobian = dense(f, x).detach()
     exact_norm, exact_mu = dense_norm(jacobian), dense_log_norm(jacobian)
     norm, mu = jacobian_norm(f, x), log_norm(f, x)
@@ -110,7 +110,7 @@ def test_vector_fields_against_dense_jacobians(kind, contraction):
 def test_float32_and_more_iterations_than_needed():
     torch.manual_seed(0)
     field, x = VectorField(8, 2, hidden=16), torch.randn(2, 3, 8)
-    with tangents():
+    with forward_derivatives():
         jacobian = dense(field, x).detach()
     torch.testing.assert_close(log_norm(field, x, 200), dense_log_norm(jacobian), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(jacobian_norm(field, x, 200), dense_norm(jacobian), rtol=1e-4, atol=0)

@@ -29,7 +29,7 @@ VARIANTS = {
     "conv, two fields": {"tokenizer": "conv", "num_fields": 2},
     "capped": {"spectral_cap": 0.7},
     "l2, layer norm, bias": {"attention": "l2", "norm": "layer", "bias": True, "final_norm": "none"},
-    "no registers": {"num_registers": 0, "horizon": 2.5, "checkpoint_times": [0.5, 1.0, 2.5]},
+    "no registers": {"num_registers": 0, "horizon": 2.5, "meeting_times": [0.5, 1.0, 2.5]},
 }
 
 

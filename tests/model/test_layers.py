@@ -66,13 +66,13 @@ def test_fused_and_explicit_attention_agree(kind, bias):
     layer, x = attention(kind, bias=bias).float(), tokens().float()
     explicit, p = layer.attend(x)
     assert torch.allclose(layer(x), explicit, atol=1e-5)
-    assert torch.allclose(layer.attention(x), p, atol=1e-5)
+    assert torch.allclose(layer.map(x), p, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_maps_are_row_stochastic(kind):
     layer, x = attention(kind), tokens()
-    for p in (layer.attention(x), layer.attend(x)[1]):
+    for p in (layer.map(x), layer.attend(x)[1]):
         assert p.shape == (2, 4, 7, 7)
         assert torch.allclose(p.sum(-1), torch.ones(2, 4, 7, dtype=torch.float64), atol=1e-12)
         assert (p >= 0).all()
@@ -125,7 +125,7 @@ def test_l2_attention_is_its_formula():
         heads.append(maps[-1] @ x @ (wq @ wq.mT / 2) @ wv)
     explicit, p = layer.attend(x)
     assert torch.allclose(p, torch.stack(maps, 1), atol=1e-12)
-    assert torch.allclose(layer.attention(x), p, atol=1e-12)
+    assert torch.allclose(layer.map(x), p, atol=1e-12)
     assert torch.allclose(explicit, torch.cat(heads, -1) @ layer.out.weight.mT, atol=1e-12)
     assert torch.allclose(layer(x), explicit, atol=1e-12)
 
@@ -133,17 +133,17 @@ def test_l2_attention_is_its_formula():
 def test_l2_attention_ties_query_and_key():
     names = {name for name, _ in attention("l2").named_parameters()}
     assert names == {"query.weight", "value.weight", "out.weight"}
-    p = attention("l2").attention(tokens())
+    p = attention("l2").map(tokens())
     assert (p.diagonal(dim1=-2, dim2=-1) == p.amax(-1)).all()  # nobody is nearer to a token than itself
 
 
 def test_sinkhorn_is_nearly_doubly_stochastic():
     layer, x = attention("sinkhorn"), tokens()
-    p, softmax = layer.attention(x), attention("softmax").attention(x)
+    p, softmax = layer.map(x), attention("softmax").map(x)
     error, softmax_error = ((q.sum(-2) - 1).abs().max() for q in (p, softmax))
     assert error < 0.2 * softmax_error
     layer.iterations = 101
-    assert torch.allclose(layer.attention(x).sum(-2), torch.ones(2, 4, 7, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(layer.map(x).sum(-2), torch.ones(2, 4, 7, dtype=torch.float64), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
@@ -153,7 +153,7 @@ def test_attention_follows_a_permutation_of_the_tokens(kind):
     y, p = layer.attend(x[:, order])
     assert torch.allclose(layer(x[:, order]), layer(x)[:, order], atol=1e-12)
     assert torch.allclose(y, layer.attend(x)[0][:, order], atol=1e-12)
-    assert torch.allclose(p, layer.attention(x)[:, :, order][..., order], atol=1e-12)
+    assert torch.allclose(p, layer.map(x)[:, :, order][..., order], atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)

@@ -124,7 +124,7 @@ def test_states_and_maps_of_every_step(solver, num_fields):
     phases = {1: [0] * 5, 2: [0, 0, 0, 1, 1], 3: [0, 0, 1, 1, 2]}[num_fields]
     for phase, state, p in zip(phases, out.hidden_states, out.attentions, strict=False):
         field = model.odevit.fields[phase]
-        assert torch.allclose(field.attention.attention(field.norm_g(state)), p, atol=1e-6)
+        assert torch.allclose(field.attention.map(field.norm_g(state)), p, atol=1e-6)
 
 
 def test_maps_reach_the_query_and_key_weights():

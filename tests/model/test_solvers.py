@@ -39,7 +39,7 @@ def test_observed_order_on_the_models_own_field(name):
 
 
 def test_strang_with_euler_subflows_is_only_first_order():
-    """What Macaron-style blocks do (METHOD §1): the reason why our Strang has Heun subflows."""
+    """What Macaron-style blocks do: the reason why our Strang has Heun subflows."""
 
     def macaron(field, x, h):
         x = x + h / 2 * field.F(x)
@@ -158,7 +158,7 @@ def test_gradient_checkpointing_changes_no_gradient(name):
     gradients = []
     for checkpoint in (False, True):
         field.zero_grad()
-        solve(field, x, num_steps=4, solver=name, checkpoint=checkpoint).xs[-1].square().sum().backward()
+        solve(field, x, num_steps=4, solver=name, recompute=checkpoint).xs[-1].square().sum().backward()
         gradients.append([p.grad.clone() for p in field.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)

@@ -152,7 +152,7 @@ def plain_weights(tmp_path_factory, data):
     return fit(recipe, data=data, progress_bar=False).model.state_dict()
 
 
-@pytest.mark.parametrize("change", ["optim.accumulate=3", "loop.gradient_checkpointing=true", "loop.compile=true"])
+@pytest.mark.parametrize("change", ["optim.accumulate=3", "loop.recompute=true", "loop.compile=true"])
 def test_saving_memory_and_time_does_not_change_the_numbers(change, tmp_path, data, plain_weights):
     values = override(tiny_recipe(tmp_path, optim={"steps": 8}).to_dict(), [change])
     other = fit(Recipe.from_dict(values), data=data, progress_bar=False).model

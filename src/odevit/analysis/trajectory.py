@@ -121,17 +121,17 @@ def drawn_images(labels: Tensor, classes: int, per_class: int) -> dict[int, Tens
 
 def layers_finding(study: Study, student: Tensor, teacher: Tensor) -> Finding:
     depth, config = teacher.shape[1] - 1, study.model.config
-    times = config.checkpoint_times
+    times = config.meeting_times
     matched = times is not None and len(times) == depth
     if not matched:
         times = [config.horizon * (layer + 1) / depth for layer in range(depth)]
     errors = layer_errors(student, teacher, match_steps(times, student.shape[1] - 1))
-    where = "its checkpoint times" if matched else "evenly spaced times (it has no checkpoint times for this teacher)"
+    where = "its meeting times" if matched else "evenly spaced times (it has no meeting times for this teacher)"
     text = (
         f"Distance of the student's CLS at {where} from the teacher's layers. Relative to the spread over images, 1 is "
         f"no better than the mean state; the last layer is at {errors[-1]['of_spread']:.2f}."
     )
-    value = {"checkpoint_times": matched, "layers": errors}
+    value = {"meeting_times": matched, "layers": errors}
     return Finding("trajectory/layers", value, "Distance from the teacher, layer by layer", text, layers_figure(errors))
 
 

@@ -36,7 +36,7 @@ def uniform(distances: Tensor, temperature: float | None) -> Tensor:
     return torch.full_like(distances, 1 / len(distances))
 
 
-def checkpoint_times(
+def meeting_times(
     distances: Tensor, *, horizon: float = 1.0, placement: str = "distance", temperature: float | None = None
 ) -> list[float]:
     """Times t_1 < … < t_D = T from the mean distances that the teacher's CLS token travels in each of its D layers."""
@@ -135,14 +135,14 @@ def collocation_loss(
     """One evaluation per image: from a layer chosen at random, does h + Δt ψ(h) meet the next layer's state?
 
     states: D + 1 of (b, 1 + M + E, d); weights (D, 1 + M + E). Layers, Δt and the field in charge are those of the
-    student's own grid at `num_steps`, so that the unrolled phase goes on with the velocities learnt here. An unbiased
+    student's own grid at `num_steps`, so that the unrolled stage goes on with the velocities learnt here. An unbiased
     estimate of Σ_l w_l ‖error‖², summed over the width, with CLS, patches and (when E = R > 0) registers each a mean
     over their tokens. Otherwise registers take their initial value: the teacher says nothing about them.
     """
     config, base, batch = model.config, model.odevit, states[0].shape[0]
     grid = Grid(num_steps, config.horizon, config.num_fields)
     times, phases = grid.times(), [phase for phase, _ in grid.steps()]
-    legs = list(pairwise([(0, 0), *match_steps(config.checkpoint_times, num_steps)]))
+    legs = list(pairwise([(0, 0), *match_steps(config.meeting_times, num_steps)]))
     chosen = [legs[i] for i in torch.randint(len(legs), (batch,)).tolist()]
     start = torch.stack([states[layer][i] for i, ((layer, _), _) in enumerate(chosen)])
     end = torch.stack([states[layer][i] for i, (_, (layer, _)) in enumerate(chosen)])

@@ -1,7 +1,7 @@
-"""Turn any trained ViT into an ODE-ViT: a teacher's trajectory, met at checkpoint times.
+"""Turn any trained ViT into an ODE-ViT: a teacher's trajectory, met at meeting times.
 
 Collocation fits the field to the teacher's layer-to-layer velocities at the teacher's own states, one evaluation per
-image; the unrolled phase integrates from the image and compares the whole path, with teacher forcing annealed away.
+image; the unrolled stage integrates from the image and compares the whole path, with teacher forcing annealed away.
 
 Shapes: b batch, D teacher blocks, M patches, E extra tokens of the teacher, R registers of the student, d width.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from odevit.data import Data, derive_seed
 from odevit.distill.cache import TrajectoryCache, Transform, open_cache
 from odevit.distill.losses import LOSSES, Meeting
-from odevit.distill.meeting import PLACEMENTS, checkpoint_times, collocation_loss, match_steps, token_groups, unroll
+from odevit.distill.meeting import PLACEMENTS, collocation_loss, match_steps, meeting_times, token_groups, unroll
 from odevit.distill.student import student_of
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import SOLVERS
@@ -36,7 +36,7 @@ class DistillConfig:
 
     teacher: str = ""  # folder or hub name
     losses: dict[str, float] = field(default_factory=lambda: {"cls_path": 1.0})  # names in `losses.LOSSES`, weights
-    placement: str = "distance"  # of the checkpoint times: "distance" (paper) or "uniform"
+    placement: str = "distance"  # of the meeting times: "distance" (paper) or "uniform"
     temperature: float | None = None  # of the distance placement; None: 3 · mean distance
     layer_weights: str = "none"  # "none" (paper), "variance" (1 / (layers · variance over images)) or "last"
     kl_temperature: float = 1.0
@@ -116,7 +116,7 @@ def layer_weights(kind: str, variances: Tensor, num_patches: int) -> Tensor:
 def build(
     recipe: Any, data: Data, teacher: Teacher | None = None, device: torch.device | str = "cpu"
 ) -> tuple[OdeViTForImageClassification, "Distillation"]:
-    """Student and objective of a recipe with `task: distill`. The student's checkpoint times go into its config.
+    """Student and objective of a recipe with `task: distill`. The student's meeting times go into its config.
 
     teacher: loaded as the recipe says unless given. device: where it runs. A cache, if wanted, is built here.
     """
@@ -149,7 +149,7 @@ def build(
         )
         cache = open_cache(config.cache_folder, teacher, data.train, transform, tokens=config.cache)
     statistics = measure_teacher(sample_traces(student, teacher, cache, data, config.sample))
-    student.config.checkpoint_times = checkpoint_times(
+    student.config.meeting_times = meeting_times(
         statistics.distances,
         horizon=student.config.horizon,
         placement=config.placement,
@@ -213,7 +213,7 @@ class Distillation:
         """With a cache the training images are its views, and are augmented already."""
         return data if self.cache is None else dataclasses.replace(data, train=self.cache.split, augmented=True)
 
-    def phase(self, progress: float) -> str:
+    def stage(self, progress: float) -> str:
         if progress < self.config.collocation:
             return "collocation"
         return "teacher forcing" if self.forced(progress) else "unrolled"
@@ -240,7 +240,7 @@ class Distillation:
         weights = self.weights.to(images.device)
         if not unrolled:
             return Terms({"collocation": collocation_loss(model, trace.states, weights, num_steps)}, None, 1)
-        pairs = match_steps(model.config.checkpoint_times, num_steps)
+        pairs = match_steps(model.config.meeting_times, num_steps)
         path, evaluations = unroll(model, images, trace.states, num_steps, pairs, self.forced(progress))
         layers, steps = zip(*pairs, strict=True)
         meeting = Meeting(

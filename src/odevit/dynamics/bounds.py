@@ -77,7 +77,7 @@ def mlp_bound(mlp: Mlp) -> Tensor:
 
 
 def _softmax_bound(attention: Attention, x: Tensor) -> Tensor:
-    """METHOD's local bound, written with Q, K, V so that it also holds with biases. Per head, with S = Q Kᵀ/√e:
+    """Local bound, written with Q, K, V so that it also holds with biases. Per head, with S = Q Kᵀ/√e:
 
     dY = P dV + dP V, rows dP_i = dS_i C_i, C_i = diag(p_i) - p_i p_iᵀ, ‖C_i‖ ≤ g₁(p_i) and C_i 1 = 0. So V and K may be
     centred over tokens, and dS = (dX Wqᵀ Kᵀ + Q Wk dXᵀ)/√e gives ‖P‖‖Wv‖ + g ‖Vc‖ (‖Kc Wq‖ + ‖Q Wk‖)/√e.
@@ -87,7 +87,7 @@ def _softmax_bound(attention: Attention, x: Tensor) -> Tensor:
     )  # (h, e, d)
     q, k, v = (attention.split(layer(x)) for layer in (attention.query, attention.key, attention.value))  # (b, h, n, e)
     k, v = k - k.mean(dim=-2, keepdim=True), v - v.mean(dim=-2, keepdim=True)
-    p = attention.attention(x)  # (b, h, n, n)
+    p = attention.map(x)  # (b, h, n, n)
     slope = g(p).amax(dim=-1)  # (b, h)
     # ‖K Wq‖ = ‖K Rᵀ‖ with Wqᵀ = O R and O orthonormal: decompositions of (n, e) instead of (n, d).
     wq, wk = (torch.linalg.qr(w.mT).R.mT for w in (wq, wk))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from odevit.dynamics.bounds import GELU_SLOPE, field_bound, g
-from odevit.dynamics.jacobian import tangents as forward_derivatives
+from odevit.dynamics.jacobian import forward_derivatives
 from odevit.dynamics.tangents import JetField
 from odevit.model.field import VectorField
 from odevit.model.layers import Attention, CenterNorm, ConvTokenizer, PatchTokenizer
@@ -47,7 +47,7 @@ def _norm2(matrix: Tensor) -> Tensor:
 # --- bounds on a ball -------------------------------------------------------------------------------------------------
 
 
-def norm_bounds(norm: nn.Module, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def norm_derivatives_bound(norm: nn.Module, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """radius (b,) ↦ bounds (b,) of the first and second derivative of a norm layer on that ball around x (b, n, d).
 
     LayerNorm with u = x - mean, R² = ‖u‖² + d·eps: first derivative √d/R, second 3√d/R² (its worst direction is u).
@@ -106,7 +106,7 @@ def attention_bounds(attention: Attention, z: Tensor) -> Callable[[Tensor], tupl
 @torch.no_grad()
 def second_derivative_bound(field: VectorField, x: Tensor) -> Bound:
     """radius (b,) ↦ M (b,) with ‖D²ψ(y)[u, u]‖ ≤ M ‖u‖² for the drift ψ and every y in that ball around x (b, n, d)."""
-    before_f, before_g = norm_bounds(field.norm_f, x), norm_bounds(field.norm_g, x)
+    before_f, before_g = norm_derivatives_bound(field.norm_f, x), norm_derivatives_bound(field.norm_g, x)
     attend = attention_bounds(field.attention, field.norm_g(x))
     w1, w2 = _norm2(field.mlp.w1.weight), _norm2(field.mlp.w2.weight)
 
@@ -263,7 +263,7 @@ def certify(model: Any, images: Tensor) -> Certificate:
         _Step(h, bend, norm, span * entrance, _lengths(adjoint))
         for (_, h), bend, norm, span, adjoint in zip(grid, bends, norms, reach, adjoints[-2::-1], strict=False)
     ]
-    head, last = model.classifier.weight, norm_bounds(model.norm, states[-1][:, :1])
+    head, last = model.classifier.weight, norm_derivatives_bound(model.norm, states[-1][:, :1])
     readout = (head[answer] - head.unsqueeze(1)).norm(dim=-1)  # ‖w_y - w_j‖, (C, b)
     itself = torch.arange(len(head))[:, None] == answer  # (C, b)
 

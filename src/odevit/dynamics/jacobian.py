@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Map = Callable[[Tensor], Tensor]
 
 
-def tangents() -> AbstractContextManager[None]:
+def forward_derivatives() -> AbstractContextManager[None]:
     """Context in which forward-mode derivatives pass through attention: fused kernels have none, the plain one does."""
     return sdpa_kernel(SDPBackend.MATH)
 
@@ -25,7 +25,7 @@ def linearise(f: Map, x: Tensor) -> tuple[Tensor, Map, Map]:
     J v is the derivative of the linear map u ↦ Jᵀ u. Each product costs about one evaluation, where `torch.func.jvp`
     evaluates f again and takes about four times as long. No gradient reaches the parameters of f.
     """
-    with tangents(), torch.enable_grad():
+    with forward_derivatives(), torch.enable_grad():
         x = x.detach().requires_grad_()
         y = f(x)
         if not y.requires_grad:  # a constant

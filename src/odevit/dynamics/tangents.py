@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from odevit.dynamics.jacobian import tangents as forward_derivatives
+from odevit.dynamics.jacobian import forward_derivatives
 from odevit.model.field import VectorField
 from odevit.model.layers import Attention, CenterNorm
 

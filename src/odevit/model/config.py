@@ -29,7 +29,7 @@ class OdeViTConfig(PreTrainedConfig):
     final_norm: norm before the classifier: "none" (the paper from scratch), "layer" (as behind a teacher) or "center".
     dropout, drop_path: rates, active in training only.
     spectral_cap: None, or the largest spectral norm that any matrix of the field may ever have.
-    checkpoint_times: times at which a distilled student met its teacher's layers.
+    meeting_times: times at which a distilled student met its teacher's layers.
     image_mean, image_std: normalisation of the input, per channel; written into the image processor on saving.
     """
 
@@ -57,12 +57,14 @@ class OdeViTConfig(PreTrainedConfig):
     dropout: float | int = 0.0
     drop_path: float | int = 0.0
     spectral_cap: float | int | None = None
-    checkpoint_times: list[float] | None = None
+    meeting_times: list[float] | None = None
     image_mean: list[float] | None = None
     image_std: list[float] | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if "checkpoint_times" in kwargs:  # the name of meeting_times in format 1
+            self.meeting_times = kwargs.pop("checkpoint_times")
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"this model was saved in format {self.format_version} by a newer odevit; this one reads formats up to "

@@ -66,4 +66,4 @@ class VectorField(nn.Module):
 
     def attention_map(self, x: Tensor) -> Tensor:
         """The attention map (b, h, n, n) alone."""
-        return self.attention.attention(self.norm_g(x))
+        return self.attention.map(self.norm_g(x))

@@ -79,13 +79,13 @@ class Attention(nn.Module):
         q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
         return self.merge(F.scaled_dot_product_attention(q, k, v, scale=self.scale))
 
-    def attention(self, x: Tensor) -> Tensor:
+    def map(self, x: Tensor) -> Tensor:
         """The map P alone, (b, h, n, n); rows sum to one."""
         q, k = self.split(self.query(x)), self.split(self.key(x))
         return torch.softmax(q @ k.mT * self.scale, dim=-1)
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        p = self.attention(x)
+        p = self.map(x)
         return self.merge(p @ self.split(self.value(x))), p
 
 
@@ -110,7 +110,7 @@ class L2Attention(Attention):
         mask = penalty.expand(-1, -1, q.shape[-2], -1)
         return self.merge(F.scaled_dot_product_attention(q, q, v, attn_mask=mask, scale=2 * self.scale))
 
-    def attention(self, x: Tensor) -> Tensor:
+    def map(self, x: Tensor) -> Tensor:
         q = self.split(self.query(x))
         return torch.softmax(-self.scale * torch.cdist(q, q).square(), dim=-1)
 
@@ -128,7 +128,7 @@ class SinkhornAttention(Attention):
 
     iterations = 5
 
-    def attention(self, x: Tensor) -> Tensor:
+    def map(self, x: Tensor) -> Tensor:
         q, k = self.split(self.query(x)), self.split(self.key(x))
         logits = q @ k.mT * self.scale
         for i in range(self.iterations):  # rows, columns, …, rows

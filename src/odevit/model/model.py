@@ -189,7 +189,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
                 solver=solver or self.config.solver,
                 horizon=self.config.horizon,
                 save_at=save_at,
-                checkpoint=recompute,
+                recompute=recompute,
             )
 
     def attention_maps(self, states: Sequence[Tensor]) -> tuple[Tensor, ...]:

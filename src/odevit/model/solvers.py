@@ -178,7 +178,7 @@ def solve(
     solver: str = "euler",
     horizon: float = 1.0,
     save_at: Literal["end", "steps"] | Sequence[float] = "end",
-    checkpoint: bool = False,
+    recompute: bool = False,
     check_finite: bool = True,
     rtol: float = 1e-4,
     atol: float = 1e-4,
@@ -188,7 +188,7 @@ def solve(
     fields: one field, or k fields, one for each k-th of [0, horizon].
     save_at: "end" (the last state), "steps" (all num_steps + 1 states) or times. A time between two steps is read off
         the cubic Hermite interpolant, which costs two evaluations of the field, both counted.
-    checkpoint: recompute each step in the backward pass instead of keeping its intermediates.
+    recompute: run each step again in the backward pass instead of keeping its intermediates.
     check_finite: raise NonFiniteStateError naming the step (off inside compiled and exported graphs).
     rtol, atol: for the adaptive solvers only, which choose their own steps and ignore num_steps.
     """
@@ -205,7 +205,7 @@ def solve(
     keep_all = save_at != "end"
     start, states = x, [x]
     for phase, h in grid.steps():
-        if checkpoint:
+        if recompute:
             x = recompute_in_backward(step, parts[phase], x, h, use_reentrant=False)
         else:
             x = step(parts[phase], x, h)

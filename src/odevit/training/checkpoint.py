@@ -27,7 +27,7 @@ TEMPORARY, PREVIOUS = ".tmp-", ".previous-"
 FREE_KEYS = {
     "output", "optim.epochs", "optim.steps", "optim.minutes", "optim.accumulate", "data.workers",
     "data.memory_limit_mb", "loop.checkpoint_every", "loop.checkpoint_minutes", "loop.keep", "loop.eval_batch_size",
-    "loop.tensorboard", "loop.compile", "loop.gradient_checkpointing", "loop.fsdp", "distill.cache_folder",
+    "loop.tensorboard", "loop.compile", "loop.recompute", "loop.fsdp", "distill.cache_folder",
 }  # fmt: skip
 
 

@@ -5,9 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from typing_extensions import Self
+
 from odevit.data.augment import AugmentConfig
+from odevit.parse import parse, plain
 
 BUDGETS = ("epochs", "steps", "minutes")
+RENAMED = {"loop": {"gradient_checkpointing": "recompute"}}  # group → {key of an earlier version: today's}
 
 
 @dataclass
@@ -61,7 +65,7 @@ class LoopConfig:
     keep: int = 2  # checkpoints kept; the older one is the way back when the newest is damaged
     eval_batch_size: int = 256
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"  # auto: bf16 on GPUs that have it, else no
-    gradient_checkpointing: bool = False  # recompute each solver step in the backward pass: less memory, slower
+    recompute: bool = False  # run each solver step again in the backward pass: less memory, slower
     compile: bool = False  # torch.compile of each field
     fsdp: bool = False  # split the model among torchrun's processes (FSDP2) instead of a copy each: for large teachers
     step_schedule: list[tuple[float, int]] = field(default_factory=list)  # [[from progress, solver steps], …]
@@ -99,12 +103,18 @@ class RunConfig:
     loop: LoopConfig = field(default_factory=LoopConfig)
     penalties: PenaltyConfig = field(default_factory=PenaltyConfig)
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` wrote, also in an earlier version."""
+        return parse(cls, _renamed(values))
+
     def to_dict(self) -> dict[str, Any]:
         return plain(dataclasses.asdict(self))
 
 
-def plain(value: Any) -> Any:
-    """Tuples to lists, so that YAML and JSON give back what was written."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(values)
+    for group, names in RENAMED.items():
+        if isinstance(result.get(group), Mapping):
+            result[group] = {names.get(key, key): value for key, value in result[group].items()}
+    return result

@@ -130,7 +130,7 @@ class Run:
         self.total_steps = recipe.optim.steps
         if recipe.optim.epochs is not None:
             self.total_steps = max(1, round(recipe.optim.epochs * self.steps_per_epoch))
-        if recipe.loop.gradient_checkpointing:
+        if recipe.loop.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if recipe.loop.compile:
             for part in model.odevit.fields if hasattr(model, "odevit") else [model]:
@@ -265,9 +265,9 @@ class Run:
 
     def write_window(self, progress: float, status: dict[str, Any]) -> None:
         """One line of metrics.jsonl, one of timing.jsonl, and the bar."""
-        means, phase = self.window.take(self.accelerator), self.objective.phase(progress)
+        means, stage = self.window.take(self.accelerator), self.objective.stage(progress)
         epoch = round(self.step / self.steps_per_epoch, 4)
-        self.log.metrics({"kind": "train", "step": self.step, "epoch": epoch, "phase": phase, **means, **status})
+        self.log.metrics({"kind": "train", "step": self.step, "epoch": epoch, "stage": stage, **means, **status})
         seconds, self.window_began = self.elapsed - self.window_began, self.elapsed
         speed = self.recipe.loop.log_every * self.recipe.optim.batch_size / max(seconds, 1e-9)
         self.log.timing({"step": self.step, "seconds": round(self.elapsed, 3), "images_per_second": round(speed, 1)})
@@ -276,7 +276,7 @@ class Run:
         shown |= {} if self.best is None else {"best val": f"{self.best['top1']:.2%}"}
         shown |= {"images/s": f"{speed:.0f}"}
         shown |= {} if status["evaluations"] is None else {"evaluations/image": f"{status['evaluations']}"}
-        self.log.show(progress, phase, shown)
+        self.log.show(progress, stage, shown)
 
     def evaluation_weights(self) -> Any:
         """A context in which the model holds the weights to evaluate and save: the averaged ones when they are on."""

@@ -28,7 +28,7 @@ class Objective(Protocol):
         """images (b, c, S, S) normalised; targets (b, classes) soft; indices (b,) in the training split."""
         ...
 
-    def phase(self, progress: float) -> str:
+    def stage(self, progress: float) -> str:
         """What is going on at this progress, in a word, for the progress bar."""
         ...
 
@@ -43,7 +43,7 @@ class Classification:
     def __init__(self, penalties: PenaltyConfig | None = None):
         self.penalties = penalties or PenaltyConfig()
 
-    def phase(self, progress: float) -> str:
+    def stage(self, progress: float) -> str:
         return "train"
 
     def training_data(self, data: Data) -> Data:

@@ -49,7 +49,7 @@ def load_run(run: "Run") -> None:
         run.log.truncate(0)
         return
     state, meta = found
-    check_same_recipe(meta["recipe"], run.recipe.to_dict())
+    check_same_recipe(run.recipe.from_dict(meta["recipe"]).to_dict(), run.recipe.to_dict())
     rank, main = run.accelerator.process_index, run.accelerator.is_main_process
     load_model_state(run.model, state["model"])
     if run.average is not None:

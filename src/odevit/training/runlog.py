@@ -92,13 +92,13 @@ class RunLog:
         if self.main:
             (self.bar.console.print if self.bar else lambda t: print(t, file=sys.stderr, flush=True))(text)
 
-    def show(self, progress: float, phase: str, values: dict[str, str]) -> None:
+    def show(self, progress: float, stage: str, values: dict[str, str]) -> None:
         """Move the bar; without a terminal, one line each 5 % of the run."""
         text = "  ".join(f"{name} {value}" for name, value in values.items())
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=progress, description=phase, text=text)
+            self.bar.update(self.bar.task_ids[0], completed=progress, description=stage, text=text)
         elif progress >= self._plain_every:
-            self.say(f"{progress:6.1%}  {phase}  {text}")
+            self.say(f"{progress:6.1%}  {stage}  {text}")
             self._plain_every = progress + 0.05
 
     def close(self) -> None:

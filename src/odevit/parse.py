@@ -1,0 +1,99 @@
+"""Plain mappings (from YAML or JSON) → typed dataclasses. Unknown keys and wrong types are errors that name the key."""
+
+import collections.abc
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+C = TypeVar("C")
+
+
+def parse(cls: type[C], values: Any, where: str = "") -> C:
+    """A dataclass from a mapping: every key known, every value of the annotated type."""
+    if dataclasses.is_dataclass(values) and isinstance(values, cls):
+        return values
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where or 'the recipe'} must be a group of keys, got {values!r}")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    prefix = f"{where}." if where else ""
+    for key in values:
+        if key not in names:
+            raise ValueError(f"unknown key {prefix}{key}; valid keys: {', '.join(names)}")
+    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if f.default is f.default_factory is dataclasses.MISSING and f.name not in values:
+            raise ValueError(f"{prefix}{f.name} is missing")
+    return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(arguments, value, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{where} must be one of {', '.join(map(repr, arguments))}; got {value!r}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        return parse(hint, value, where)  # type: ignore[arg-type]
+    if origin in (list, tuple, collections.abc.Sequence):
+        return _convert_sequence(tuple if origin is tuple else list, arguments, value, where)
+    if (origin or hint) is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} must be a group of keys, got {value!r}")
+        return dict(value)
+    return _convert_scalar(hint, value, where)
+
+
+def _convert_union(options: Sequence[Any], value: Any, where: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    errors = []
+    for option in options:
+        if option is not type(None):
+            try:
+                return _convert(option, value, where)
+            except ValueError as error:
+                errors.append(str(error))
+    raise ValueError(" or ".join(errors))
+
+
+def _convert_sequence(origin: type, arguments: tuple, value: Any, where: str) -> Any:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where} must be a list, got {value!r}")
+    if origin is list or (len(arguments) == 2 and arguments[1] is Ellipsis):
+        kinds = [arguments[0] if arguments else Any] * len(value)
+    else:
+        kinds = list(arguments)
+        if len(kinds) != len(value):
+            raise ValueError(f"{where} must have {len(kinds)} entries, got {value!r}")
+    return origin(
+        _convert(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _convert_scalar(hint: type, value: Any, where: str) -> Any:
+    """YAML reads 1e-3 (without a point) as text: text that is a number counts as one where a number is expected."""
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    if hint is float and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    elif hint is int and not isinstance(value, bool):
+        if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+            return int(value)
+    elif hint in (bool, str) and isinstance(value, hint):
+        return value
+    raise ValueError(f"{where} must be {wanted.get(hint, hint)}, got {value!r}")
+
+
+def plain(value: Any) -> Any:
+    """Tuples to lists, so that YAML and JSON give back what was written."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
