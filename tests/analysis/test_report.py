@@ -29,7 +29,7 @@ def line_figure(points: int = 20):
 
 
 def report(folder: Path, findings: list[Finding], **changes) -> tuple[str, dict]:
-    arguments = {"title": "A model", "headline": ["It works."], "command": COMMAND, "meta": {"sampling": "all 10"}}
+    arguments = {"title": "A model", "command": COMMAND, "meta": {"sampling": "all 10"}}
     path = write_report(findings, folder, **(arguments | changes))
     assert path == folder / "report.html"
     return path.read_text(), json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
@@ -82,9 +82,10 @@ def test_user_text_is_escaped(tmp_path):
         Finding("a/table", {evil: {evil: evil}}, evil, evil, figure),
         Finding("a/paths", None, evil, evil, paths3d([{"points": [[0, 0, 0], [1, 1, 1]], "label": evil}])),
         Finding("a/gif", None, evil, evil, animation([np.zeros((4, 4))], label=evil)),
-        Finding(evil, 1, evil, evil),
+        Finding(evil, 1, evil, evil, headline=evil, key_numbers={evil: evil}),
+        Finding("a/second", 1, evil, evil, headline=evil),
     ]
-    page, _ = report(tmp_path, findings, title=evil, headline=[evil, evil], command=evil, meta={evil: evil})
+    page, _ = report(tmp_path, findings, title=evil, command=evil, meta={evil: evil})
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert" in page
     assert page.count("<script") == 2  # the viewer and the data of one paths3d
@@ -119,10 +120,26 @@ def test_figures_say_how_to_read_and_remake_them(tmp_path):
     assert "Positive means apart." in page
     bare = re.sub(r"</?span>", "", page)
     assert f"<code>{COMMAND} --only lyapunov</code>" in bare
-    assert "<dt>Top exponent</dt><dd>0.25</dd>" in page  # key numbers: the first of each analysis
     assert "<dt>Steps</dt><dd>3</dd>" in page
     page, _ = report(tmp_path, findings, command="odevit audit teacher")
     assert "--only" not in page
+
+
+def test_what_the_findings_put_on_top(tmp_path):
+    """In their own order; without a headline, what the first one says."""
+    silent = Finding("a/x", 1, "T", "Text of the first.")
+    loud = [
+        Finding("b/y", 2, "T", "Text.", headline="Lede.", key_numbers={"one": 0.25, "two": math.inf}),
+        Finding("c/z", 3, "T", "Text.", headline="Second.", key_numbers={"three": "50 %"}),
+    ]
+    page, content = report(tmp_path, [silent, *loud])
+    assert content["headline"] == ["Lede.", "Second."]
+    assert '<p class="lede">Lede.</p><ul class="found"><li>Second.</li></ul>' in page
+    numbers = re.search(r'<dl class="numbers".*?</dl>', page)
+    assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", numbers[0]) == [("one", "0.25"), ("two", "∞"), ("three", "50 %")]
+    page, content = report(tmp_path, [silent])
+    assert content["headline"] == ["Text of the first."]
+    assert 'class="numbers"' not in page
 
 
 def test_small_tables_are_shown_and_long_ones_pointed_to(tmp_path):

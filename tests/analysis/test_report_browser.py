@@ -36,8 +36,15 @@ def address(tmp_path_factory):
         {"points": line, "label": "teacher", "color_index": 2, "dashed": True},
     ]
     findings = [
-        Finding("steps/order", 0.98, "Observed order", "One for Euler."),
-        Finding("steps/error", {"euler": 0.1}, "Error", "Lower is better.", curve),
+        Finding(
+            "steps/order",
+            0.98,
+            "Observed order",
+            "One for Euler.",
+            headline="One sentence.",
+            key_numbers={"Observed order": 0.98},
+        ),
+        Finding("steps/error", {"euler": 0.1}, "Error", "Lower is better.", curve, headline="Another sentence."),
         Finding("cloud/points", None, "Cloud", "Each point is an image.", cloud),
         Finding("cloud/long_name_" + "x" * 80, "y" * 200, "Title " * 20, "Long " * 60),
         Finding("cloud/wide", {"row": {f"column {k}": k / 7 for k in range(20)}}, "A wide table", "Read it."),
@@ -47,10 +54,7 @@ def address(tmp_path_factory):
     ]
     folder = tmp_path_factory.mktemp("report")
     command = "odevit analyze runs/" + "a-long-name-" * 12 + " --data digits"
-    headline = ["One sentence.", "Another sentence."]
-    return write_report(
-        findings, folder, title="A model", headline=headline, command=command, meta={"sampling": "all"}
-    ).as_uri()
+    return write_report(findings, folder, title="A model", command=command, meta={"sampling": "all"}).as_uri()
 
 
 @pytest.fixture(scope="module")

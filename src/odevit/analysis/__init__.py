@@ -45,6 +45,8 @@ class Finding:
     title: str  # a few words
     text: str  # one sentence: how to read the figure or the number
     figure: "Figure | HtmlFigure | None" = None
+    headline: str = ""  # one sentence for the top of the report: what was found, in plain words; empty: not up there
+    key_numbers: dict[str, Any] = field(default_factory=dict)  # label → value, for the row of numbers under it
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -121,18 +123,20 @@ def load_analyses() -> dict[str, Analysis]:
 def run_analyses(names: Sequence[str] | None, study: Study) -> list[Finding]:
     """Run the named analyses (None: all) one after the other.
 
-    One that needs a teacher and has none yields a single finding `name/skipped` with value None and the reason.
+    One that needs a teacher and has none yields a single finding `name/skipped` with value None and the reason, at the
+    end of the list.
     """
     analyses = load_analyses()
     chosen = list(analyses) if names is None else list(names)
     if unknown := [name for name in chosen if name not in analyses]:
         raise ValueError(f"unknown analysis {', '.join(map(repr, unknown))}; valid names: {', '.join(analyses)}")
     findings: list[Finding] = []
+    skipped: list[Finding] = []
     for name in chosen:
         analysis = analyses[name]
         if analysis.needs_teacher and study.teacher is None:
             reason = f"Skipped: {name} compares the model with a teacher, and no teacher was given."
-            findings.append(Finding(f"{name}/skipped", None, "Not run", reason))
+            skipped.append(Finding(f"{name}/skipped", None, "Not run", reason))
         else:
             findings.extend(analysis.run(study))
-    return findings
+    return findings + skipped

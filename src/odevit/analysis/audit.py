@@ -165,7 +165,7 @@ def verdict_finding(
         f" The curvature of the path asks for {steps} Euler steps to be within {EULER_TOLERANCE:.0%} of the smooth "
         f"flow; {depth} steps, one per layer, are estimated at {euler_error(cls, depth):.0%} for CLS."
     )
-    return Finding("audit/verdict", value, "Is this ViT ODE-able?", text)
+    return Finding("audit/verdict", value, "Is this ViT ODE-able?", text, headline=text)
 
 
 def fields_finding(fits: list[PhaseFit], fields: int) -> Finding:

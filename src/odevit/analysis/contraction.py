@@ -144,9 +144,10 @@ def run(study: Study) -> Iterator[Finding]:
     same = f"Student and teacher give the same answer on {result['observed']:.1%} of {len(study.images)} images"
     values: dict[str, Any] = {key: result[key] for key in ("observed", "certified", "note")}
     values["groups"] = {name: int((groups == i).sum()) for i, name in enumerate(GROUPS)}
+    key_numbers = {"agreement with the teacher": f"{result['observed']:.1%}"}
     if result["certified"] is None:
         text = f"{same}; no agreement can be certified, because {result['note']}."
-        yield Finding("contraction/agreement", values, "Agreement with the teacher", text)
+        yield Finding("contraction/agreement", values, "Agreement with the teacher", text, key_numbers=key_numbers)
         return
     distances, radii = result["distances"], result["radii"]
     values |= {"median_distance": distances.median().item(), "median_radius": radii.median().item()}
@@ -157,7 +158,12 @@ def run(study: Study) -> Iterator[Finding]:
     )
     text += f" Note: {result['note']}." if result["note"] else ""
     figure = agreement_figure(distances, radii, groups)
-    yield Finding("contraction/agreement", values, "Contraction region", text, figure)
+    headline = (
+        f"On {result['certified']:.1%} of the images the agreement with the teacher is certain, not luck: the "
+        "student's state ends within the radius in which the head cannot change its answer."
+    )
+    key_numbers["agreement that is certain"] = f"{result['certified']:.1%}"
+    yield Finding("contraction/agreement", values, "Contraction region", text, figure, headline, key_numbers)
 
 
 def _group(student_right: Tensor, teacher_right: Tensor) -> Tensor:

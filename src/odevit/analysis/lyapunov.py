@@ -80,7 +80,14 @@ def _top_finding(study: Study, exponents: Tensor) -> Finding:
         f"{positive:.0%} of {len(top)} images; other starting tangents move one by "
         f"{value['change_with_other_tangents']:.3f} on average."
     )
-    return Finding("lyapunov/top", value, "Top Lyapunov exponent", text, _histogram([("model", top)]))
+    headline = (
+        f"Nearby states {'drift apart' if value['mean'] > 0 else 'approach each other'}: the top Lyapunov exponent is "
+        f"{value['mean']:.3f} per layer of depth on average, and positive for {positive:.0%} of {len(top)} images."
+    )
+    return Finding(
+        "lyapunov/top", value, "Top Lyapunov exponent", text, _histogram([("model", top)]), headline,
+        {"mean top Lyapunov exponent": f"{value['mean']:.3f}"},
+    )  # fmt: skip
 
 
 def _interval_text(result: dict[str, Any]) -> str:

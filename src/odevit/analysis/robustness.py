@@ -51,7 +51,7 @@ def run(study: Study) -> Iterator[Finding]:
     values |= {"images": len(images), "verdict": text}
     figure = sweep_figure(points, training, values["teacher_accuracy"])
     how = f" Each line is one solver, the ring is the training setting; {len(images)} images."
-    yield Finding("robustness/verdict", values, "Other step counts, other solvers", text + how, figure)
+    yield Finding("robustness/verdict", values, "Other step counts, other solvers", text + how, figure, headline=text)
     table = [points[setting].values() for setting in dict.fromkeys([training, REFERENCE, *settings])]
     cheap = f"Settings of at most {options['max_evaluations']} evaluations of the field."
     yield Finding("robustness/settings", table, "Every setting", f"error = ‖X_T − X_ref‖ / ‖X_ref‖. {cheap}")

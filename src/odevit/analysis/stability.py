@@ -101,7 +101,13 @@ def _path(model: Any, measures: PathMeasures) -> Finding:
         "log-norm μ, the fastest rate at which any two states nearby can part; the field contracts where μ < 0. "
         f"{loose}Measured: μ < 0 at {value['share_contracting']:.0%} of the states of {norm.shape[1]} images."
     )
-    return Finding("stability/path", value, "The Jacobian along the path", text, _curves(measures, depth))
+    share = value["share_contracting"]
+    where = "nowhere along the paths looked at" if share == 0 else f"at {share:.0%} of the states looked at"
+    headline = f"The field contracts in every direction (log-norm below 0) {where}."
+    return Finding(
+        "stability/path", value, "The Jacobian along the path", text, _curves(measures, depth), headline,
+        {"states where the field contracts": f"{share:.0%}"},
+    )  # fmt: skip
 
 
 def _radius(study: Study, images: Tensor) -> Finding:

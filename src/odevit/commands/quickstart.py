@@ -14,7 +14,7 @@ from odevit.analysis import Finding, run_analyses
 from odevit.analysis.comparison import compare, print_comparison
 from odevit.analysis.report import write_report
 from odevit.commands.distill import distil
-from odevit.commands.study import headline, key_numbers, make_study, progress_bars
+from odevit.commands.study import make_study, progress_bars
 from odevit.data import load_data
 from odevit.recipe import Recipe
 from odevit.teachers.teacher import load_teacher
@@ -79,10 +79,8 @@ def main(folder: Path, *, images: int = 360, quick: bool = False) -> dict[str, A
         findings,
         folder,
         title="A Vision Transformer turned into a flow",
-        headline=headline(findings),
         command="odevit quickstart",
         meta={"data": "scikit-learn's digits", "images": study.sampling, "student": "student/model"},
-        key_numbers=key_numbers(findings),
     )
     figures = {finding.name: finding.figure for finding in findings}
     figures["robustness/verdict"].savefig(folder / "quickstart.png", dpi=160, facecolor="white")  # type: ignore
@@ -114,4 +112,4 @@ def comparison_finding(comparison: dict[str, Any]) -> Finding:
         f"{teacher['accuracy']:.1%}; it has 1/{comparison['parameter_ratio']:.1f} of the teacher's parameters and "
         f"gives the teacher's answer on {comparison['agreement']:.1%}."
     )
-    return Finding("comparison/side_by_side", rows, "Teacher and student", text)
+    return Finding("comparison/side_by_side", rows, "Teacher and student", text, headline=text)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from odevit.analysis import Finding, Study, run_analyses
+from odevit.analysis import Study, run_analyses
 from odevit.analysis.report import write_report
 from odevit.data import Data, DataConfig, Split, load_data
 from odevit.training.classifiers import adapt_to_data, load_odevit
@@ -76,10 +76,8 @@ def analyze(
         findings,
         output or Path("runs/report"),
         title=f"ODE-ViT report: {Path(model).name}",
-        headline=headline(findings),
         command=command,
         meta={"model": model, "data": data, "images": study.sampling},
-        key_numbers=key_numbers(findings),
     )
     print(f"report: {path}")
     return path
@@ -106,7 +104,6 @@ def audit(
         findings,
         output or Path("runs/audit"),
         title=f"Is this ViT ODE-able? {Path(teacher).name}",
-        headline=[finding.text for finding in findings if finding.name.endswith("/verdict")] or [findings[0].text],
         command=f"odevit audit {teacher} --data {data} --max-images {max_images}"
         + (f" --image-size {image_size}" if image_size else ""),
         meta={
@@ -134,46 +131,3 @@ def progress_bars() -> Any:
             bars.update(tasks[what], completed=done, total=total)
 
         yield progress
-
-
-def headline(findings: Sequence[Finding]) -> list[str]:
-    """What was found, in plain words, the most important first; the sections below say how it was measured."""
-    values = {finding.name: finding.value for finding in findings}
-    sentences = [finding.text for finding in findings if finding.name == "comparison/side_by_side"]
-    if agreed := values.get("contraction/agreement"):
-        if not sentences:
-            sentences.append(f"The student gives its teacher's answer on {agreed['observed']:.1%} of the images.")
-        if agreed["certified"] is not None:
-            sentences.append(
-                f"On {agreed['certified']:.1%} of the images this agreement is certain, not luck: the student's state "
-                "ends within the radius in which the head cannot change its answer."
-            )
-    if exponent := values.get("lyapunov/top"):
-        drift = "drift apart" if exponent["mean"] > 0 else "approach each other"
-        sentences.append(
-            f"Nearby states {drift}: the top Lyapunov exponent is {exponent['mean']:.3f} per layer of depth on "
-            f"average, and positive for {exponent['share_positive']:.0%} of {exponent['images']} images."
-        )
-    if path := values.get("stability/path"):
-        share = path["share_contracting"]
-        where = "nowhere along the paths looked at" if share == 0 else f"at {share:.0%} of the states looked at"
-        sentences.append(f"The field contracts in every direction (log-norm below 0) {where}.")
-    if sweep := values.get("robustness/verdict"):
-        sentences.append(sweep["verdict"])
-    return sentences or [finding.text for finding in findings[:1]]
-
-
-def key_numbers(findings: Sequence[Finding]) -> dict[str, Any] | None:
-    """The row of numbers under the headline; None leaves the choice to the report."""
-    values = {finding.name: finding.value for finding in findings}
-    numbers: dict[str, Any] = {}
-    for label, name, key, form in (
-        ("agreement with the teacher", "contraction/agreement", "observed", ".1%"),
-        ("agreement that is certain", "contraction/agreement", "certified", ".1%"),
-        ("mean top Lyapunov exponent", "lyapunov/top", "mean", ".3f"),
-        ("states where the field contracts", "stability/path", "share_contracting", ".0%"),
-    ):
-        value = (values.get(name) or {}).get(key)
-        if value is not None:
-            numbers[label] = format(value, form)
-    return numbers or None

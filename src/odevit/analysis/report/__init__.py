@@ -22,7 +22,6 @@ from odevit.analysis import ANALYSES, Finding, HtmlFigure
 from odevit.analysis.report.html_figures import svg
 
 TEMPLATES = Path(__file__).parent / "templates"
-MOST_KEY_NUMBERS = 6
 MOST_TABLE_ROWS = 40  # a longer table is read in report.json
 SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
@@ -32,24 +31,23 @@ def write_report(
     folder: str | Path,
     *,
     title: str,
-    headline: Sequence[str],
     command: str,
     meta: Mapping[str, Any],
-    key_numbers: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `folder`/report.html and report.json; returns the path of report.html.
 
-    headline: what was found, in plain sentences, the most important first. key_numbers: label → value for the row below
-    it (None: the first single number of each analysis). meta: what else a reader must know (sampling, model, data, …);
-    versions and the date are added. NaN and infinities stand in the JSON as "NaN", "Infinity", "-Infinity".
+    The headlines and key numbers of the findings stand on top, in the order of the findings; without any headline, the
+    first finding's text. meta: what else a reader must know (sampling, model, data, …); versions and the date are
+    added. NaN and infinities stand in the JSON as "NaN", "Infinity", "-Infinity".
     """
     names = [finding.name for finding in findings]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"every finding of a report needs its own name; these came twice: {', '.join(repeated)}")
     values = {finding.name: plain(finding.value) for finding in findings}
-    numbers = _default_key_numbers(findings, values) if key_numbers is None else plain(key_numbers)
+    headline = [finding.headline for finding in findings if finding.headline] or [f.text for f in findings[:1]]
+    numbers = {label: plain(value) for finding in findings for label, value in finding.key_numbers.items()}
     meta = {**plain(meta), **_versions()}
-    content = {"title": title, "headline": list(headline), "command": command, "meta": meta, "values": values}
+    content = {"title": title, "headline": headline, "command": command, "meta": meta, "values": values}
     page = Template(_template("report.html")).substitute(
         title=escape(title),
         css=_template("report.css"),
@@ -115,15 +113,6 @@ def _by_analysis(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
     for finding in findings:
         groups.setdefault(finding.name.partition("/")[0], []).append(finding)
     return groups
-
-
-def _default_key_numbers(findings: Sequence[Finding], values: Mapping[str, Any]) -> dict[str, Any]:
-    numbers: dict[str, Any] = {}
-    for group in _by_analysis(findings).values():
-        first = next((finding for finding in group if isinstance(values[finding.name], int | float)), None)
-        if first is not None and len(numbers) < MOST_KEY_NUMBERS:
-            numbers[first.title] = values[first.name]
-    return numbers
 
 
 def _versions() -> dict[str, str]:
