@@ -36,3 +36,12 @@ def test_a_run_of_format_1_resumes_to_what_it_would_have_become(tmp_path):
     assert [record["step"] for record in now] == [record["step"] for record in before]
     for old, new in zip(before, now, strict=True):  # not bit for bit: the fixture was made on another day's machine
         assert new["loss"] == pytest.approx(old["loss"], rel=1e-4)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert json.loads((newest / "meta.json").read_text())["grouping"] == 1  # it can be resumed again
+    assert _sizes(tmp_path / "run") == _sizes(FIXTURES / "run-format1")
+
+
+def _sizes(run: Path) -> list[int]:
+    """How many parameters AdamW's groups hold in a run's newest checkpoint."""
+    state = torch.load(max((run / "checkpoints").glob("step-*")) / "state.pt", weights_only=True)
+    return [len(group["params"]) for group in state["optimizers"][1]["param_groups"]]

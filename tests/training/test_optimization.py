@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit.training.checkpoint import CheckpointStore
 from odevit.training.config import OptimConfig
 from odevit.training.optim import (
     AveragedWeights,
@@ -78,8 +80,29 @@ def test_groups_hold_what_they_say(name):
     assert all(p.ndim == 2 for p in groups["hidden"].values())
     assert all(".fields." in n or "layer" in n for n in groups["hidden"])
     assert "classifier.weight" in groups["decayed"]
-    assert not any("token" in n or "position" in n or n.endswith("bias") for n in groups["decayed"] | groups["hidden"])
+    decayed = groups["decayed"] | groups["hidden"]
+    assert not any("_token" in n or "position" in n or n.endswith("bias") for n in decayed)
     assert any("cls_token" in n for n in groups["plain"])
+    convolutions = {n for n, module in MODELS[name]().named_modules() if isinstance(module, nn.Conv2d)}
+    assert convolutions
+    assert {f"{n}.weight" for n in convolutions} <= groups["decayed"].keys()
+    assert {n for n, p in MODELS[name]().named_parameters() if p.ndim >= 2 and p.numel()} - decayed.keys() == {
+        n for n in groups["plain"] if "_token" in n or "position" in n or "registers" in n
+    }
+
+
+def test_runs_begun_with_undecayed_tokenizers_keep_their_grouping(tmp_path):
+    old, new = (split_parameters(odevit(), grouping) for grouping in (1, 2))
+    moved = old["plain"].keys() - new["plain"].keys()
+    assert moved == {"odevit.tokenizer.projection.weight"}
+    assert moved <= new["decayed"].keys()
+    store = CheckpointStore(tmp_path, keep=3)
+    assert store.grouping(7) == 7
+    for step, meta in enumerate(({}, {"grouping": 2}, None)):
+        path = tmp_path / f"step-{step:08d}"
+        path.mkdir()
+        (path / "meta.json").write_text("{damaged" if meta is None else json.dumps(meta))
+        assert store.grouping(7) == (1, 2, 2)[step]
 
 
 def test_muon_takes_the_matrices_and_its_own_rate():

@@ -142,6 +142,15 @@ class CheckpointStore:
             raise CheckpointError(f"none of the {len(found)} checkpoints in {self.folder} can be read")
         return None
 
+    def grouping(self, current: int) -> int:
+        """How the run here groups its parameters (see `optim.GROUPING`); `current` when there is no checkpoint yet."""
+        for path in reversed(self.paths()):
+            try:
+                return int(json.loads((path / META).read_text()).get("grouping", 1))
+            except (OSError, ValueError):
+                continue  # damaged: the others are of the same run
+        return current
+
     def drop_after(self, step: int) -> None:
         """Remove checkpoints of later steps: damaged ones, passed over by `load`."""
         for path in self.paths():

@@ -25,6 +25,7 @@ from odevit.training.evaluation import evaluate, model_input, monitors
 from odevit.training.interruption import StopRequest, TrainingInterrupted, stop_request
 from odevit.training.objectives import Classification, LossModule, Objective, Terms
 from odevit.training.optim import (
+    GROUPING,
     AveragedWeights,
     build_optimizers,
     learning_rate_factor,
@@ -140,11 +141,13 @@ class Run:
             shard_(model.to(accelerator.device))
         # what is split already gets only its mixed precision from accelerate, not DDP
         self.module = accelerator.prepare_model(LossModule(model.train(), objective), evaluation_mode=recipe.loop.fsdp)
-        self.optimizers = [accelerator.prepare_optimizer(o) for o in build_optimizers(model, recipe.optim)]
+        self.store = ckpt.CheckpointStore(folder / "checkpoints", recipe.loop.keep)
+        self.grouping = self.store.grouping(GROUPING)
+        optimizers = build_optimizers(model, recipe.optim, self.grouping)
+        self.optimizers = [*map(accelerator.prepare_optimizer, optimizers)]
         self.model = model
         self.average = AveragedWeights(self.model, recipe.optim.ema) if recipe.optim.ema else None
         self.augment = Augment(AugmentConfig() if data.augmented else recipe.augment, len(data.class_names))
-        self.store = ckpt.CheckpointStore(folder / "checkpoints", recipe.loop.keep)
         self.log = RunLog(folder, main=accelerator.is_main_process, bar=bar, tensorboard=recipe.loop.tensorboard)
         self.window = Window()
         self.step, self.validated_at, self.saved_at, self.saved_step = 0, -1, 0.0, -1

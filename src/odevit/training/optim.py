@@ -27,7 +27,12 @@ def scheduled_steps(schedule: Sequence[tuple[float, int]], progress: float) -> i
     return begun[-1] if begun else None
 
 
-def split_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+GROUPING = 2
+"""How parameters are grouped, part of every checkpoint. In 1 the name `tokenizer` counted as a token, so that its
+convolutions were not decayed; runs begun that way end that way."""
+
+
+def split_parameters(model: nn.Module, grouping: int = GROUPING) -> dict[str, dict[str, nn.Parameter]]:
     """Trainable parameters by name in three groups, each parameter in exactly one:
 
     hidden: matrices inside a ModuleList (the fields of an ODE-ViT, the blocks of a ViT): what Muon is made for;
@@ -39,7 +44,8 @@ def split_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or parameter.numel() == 0:
             continue
-        is_weight = parameter.ndim in (2, 4) and not any(word in name for word in ("token", "position"))
+        words = name.replace("tokenizer", "") if grouping > 1 else name
+        is_weight = parameter.ndim in (2, 4) and not any(word in words for word in ("token", "position"))
         if is_weight and parameter.ndim == 2 and name.startswith(blocks or ("\0",)):
             groups["hidden"][name] = parameter
         else:
@@ -47,9 +53,9 @@ def split_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     return groups
 
 
-def build_optimizers(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
+def build_optimizers(model: nn.Module, config: OptimConfig, grouping: int = GROUPING) -> list[Optimizer]:
     """AdamW for everything, or Muon for the hidden matrices and AdamW for the rest. Groups remember their `base_lr`."""
-    groups = {name: list(parameters.values()) for name, parameters in split_parameters(model).items()}
+    groups = {name: list(parameters.values()) for name, parameters in split_parameters(model, grouping).items()}
     if not any(groups.values()):
         raise ValueError("the model has no trainable parameter: unfreeze some of it (requires_grad_(True))")
     optimizers: list[Optimizer] = []

@@ -34,6 +34,7 @@ def save_run(run: "Run") -> None:
             "elapsed": run.elapsed,
             "window": window,
             "metrics_bytes": run.log.length(),
+            "grouping": run.grouping,
             "recipe": run.recipe.to_dict(),
             "versions": library_versions(),
         }
