@@ -22,6 +22,7 @@ from odevit.recipe import Recipe
 from odevit.teachers.teacher import TeacherTrace, load_teacher, tiny_teacher
 from odevit.training import loop as train
 from odevit.training.evaluation import model_input
+from odevit.training.integration import Integration
 from odevit.training.loop import fit
 from odevit.training.objectives import LossModule
 from odevit.training.runlog import read_metrics
@@ -154,7 +155,7 @@ def test_any_solver_unrolls(solver, teacher_folder, data, tmp_path):
     student, objective = build(recipe_of(tmp_path, teacher_folder, model={"solver": solver}), data)
     terms = objective(
         student, model_input(student, data.train.images[:4]), torch.eye(10)[:4], torch.arange(4),
-        progress=0.5, num_steps=None,
+        progress=0.5, integration=Integration(),
     )  # fmt: skip
     assert float(terms.losses["cls_path"].detach()) > 0
     assert terms.evaluations >= 6
@@ -171,7 +172,7 @@ def test_student_in_place_of_the_teacher_has_no_loss(teacher_folder, data, tmp_p
 
     images = model_input(student, data.train.images[:4])
     objective.teacher.trace = trace
-    terms = objective(student, images, torch.eye(10)[:4], torch.arange(4), progress=0.5, num_steps=3)
+    terms = objective(student, images, torch.eye(10)[:4], torch.arange(4), progress=0.5, integration=Integration(3))
     assert float(sum(terms.losses.values()).detach()) == pytest.approx(0, abs=1e-9)
 
 
@@ -334,7 +335,8 @@ def test_registers_are_compared_when_the_teacher_has_as_many_extra_tokens(teache
     assert student.config.num_registers == teacher.extra_tokens > 0
     images = model_input(student, data.train.images[:8])
     for progress, names in ((0.1, {"collocation"}), (0.9, set(losses))):
-        terms = objective(student, images, torch.eye(10)[:8], torch.arange(8), progress=progress, num_steps=None)
+        options = {"progress": progress, "integration": Integration()}
+        terms = objective(student, images, torch.eye(10)[:8], torch.arange(8), **options)
         assert set(terms.losses) == names
         assert all(torch.isfinite(loss) and loss > 0 for loss in terms.losses.values())
 

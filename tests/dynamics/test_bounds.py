@@ -334,7 +334,7 @@ def test_mlp_bound_is_never_below_the_jacobian_norm():
     for case in range(50):
         mlp = randomise_(Mlp(6, 9, bias=bool(case % 2)), generator)
         x = torch.randn(1, 2, 6, generator=generator, dtype=torch.float64)
-        assert mlp_bound(mlp) >= dense_norm(mlp, x)
+        assert mlp_bound(mlp, x.shape[-2]) >= dense_norm(mlp, x)
 
 
 @pytest.mark.parametrize("norm", list(NORMS))

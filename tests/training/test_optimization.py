@@ -17,7 +17,6 @@ from odevit.training.optim import (
     build_optimizers,
     learning_rate_factor,
     orthogonalise,
-    scheduled_steps,
     set_learning_rate,
     split_parameters,
 )
@@ -52,12 +51,6 @@ def test_cycles_restart_at_the_full_rate_and_end_at_zero():
     assert middle == pytest.approx([0.5, 0.5, 0.5])
     assert learning_rate_factor(1.0, 0.1, cycles=3) == pytest.approx(0, abs=1e-12)
     assert learning_rate_factor(0.0, 0.0) == 1
-
-
-def test_step_schedule():
-    schedule = [(0.0, 2), (0.5, 6), (0.8, 12)]
-    assert [scheduled_steps(schedule, p) for p in (0, 0.49, 0.5, 0.79, 0.8, 1)] == [2, 2, 6, 6, 12, 12]
-    assert scheduled_steps([], 0.3) is None
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

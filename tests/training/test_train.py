@@ -20,6 +20,7 @@ from odevit.recipe import Recipe, override
 from odevit.training.checkpoint import CheckpointError, CheckpointStore
 from odevit.training.config import PenaltyConfig
 from odevit.training.evaluation import evaluate, model_input
+from odevit.training.integration import Integration
 from odevit.training.loop import TrainingDivergedError, fit
 from odevit.training.objectives import Classification, Terms, transport_cost
 from odevit.training.runlog import read_metrics
@@ -285,7 +286,7 @@ def test_penalties_reach_the_field(penalty):
     model = tiny_model()
     images, targets = torch.randn(4, 1, 8, 8), torch.eye(10)[:4]
     objective = Classification(PenaltyConfig(**{penalty: 0.5}))
-    terms = objective(model, images, targets, torch.arange(4), progress=0.0, num_steps=None)
+    terms = objective(model, images, targets, torch.arange(4), progress=0.0, integration=Integration())
     assert set(terms.losses) == {"cross_entropy", penalty}
     terms.losses[penalty].backward()
     attention = model.odevit.fields[0].attention

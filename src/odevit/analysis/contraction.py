@@ -83,10 +83,11 @@ def agreement(
 
 def _compare(student: Any, teacher: Any, parts: Any, images: Tensor) -> tuple[dict[str, Tensor], str]:
     """Answers of one batch, with distances and radii where both read the state alike; and a note."""
-    state = student.odevit.evolve(student.odevit.embed(images)).xs[-1][:, 0]  # (b, d)
+    state = student.odevit.evolve(student.odevit.embed(images)).xs[-1]  # (b, n, d)
+    read_out = student.read_out(state).double()  # (b, d)
     trace = teacher.trace(images)
     target = trace.states[-1][:, 0]  # (b, d')
-    mine = read(state, student.norm, student.classifier.weight, student.classifier.bias)
+    mine = linear(read_out, student.classifier.weight.double(), student.classifier.bias.double())
     theirs, note = _same_reading(student, parts, target, trace.logits)
     if theirs is None:
         if trace.logits is None:
@@ -95,7 +96,7 @@ def _compare(student: Any, teacher: Any, parts: Any, images: Tensor) -> tuple[di
     values = {
         "student_answers": mine.argmax(1),
         "teacher_answers": theirs.argmax(1),
-        "distances": torch.linalg.vector_norm(student.norm(state).double() - student.norm(target).double(), dim=1),
+        "distances": torch.linalg.vector_norm(read_out - student.norm(target).double(), dim=1),
         "radii": contraction_radius(theirs, student.classifier.weight.double()),
     }
     return values, note
@@ -111,6 +112,8 @@ def _same_reading(student: Any, parts: Any, target: Tensor, logits: Tensor | Non
 
     Compared by what they do: on that state, the teacher's norm and head must give the same logits.
     """
+    if student.config.pool != "cls":
+        return None, f"the student reads its tokens by pool={student.config.pool!r}, the teacher its CLS token"
     if target.shape[1] != student.classifier.weight.shape[1]:
         return None, f"the teacher is {target.shape[1]} wide and the student {student.classifier.weight.shape[1]}"
     read_by_student = read(target, student.norm, student.classifier.weight, student.classifier.bias)

@@ -101,6 +101,7 @@ def unroll(
     num_steps: int,
     pairs: list[tuple[int, int]],
     forced: float = 0.0,
+    solver: str | None = None,
 ) -> tuple[list[Tensor], int]:
     """The student's K + 1 states (b, n, d), and evaluations per image.
 
@@ -109,18 +110,19 @@ def unroll(
     """
     x = model.odevit.embed(images)
     if not forced:
-        solution = model.odevit.evolve(x, num_steps, save_at="steps")
+        solution = model.odevit.evolve(x, num_steps, solver, save_at="steps")
         return list(solution.xs.unbind(0)), max(solution.evaluations)
-    solver, grid = SOLVERS[model.config.solver], Grid(num_steps, model.config.horizon, model.config.num_fields)
+    scheme = SOLVERS[solver or model.config.solver]
+    grid = Grid(num_steps, model.config.horizon, model.config.num_fields)
     layer_at, path = {step: layer for layer, step in pairs}, [x]
     with parametrize.cached():  # capped matrices are computed once, not at every step
         for step, (phase, h) in enumerate(grid.steps(), start=1):
-            x = solver.step(model.odevit.fields[phase], x, h)
+            x = scheme.step(model.odevit.fields[phase], x, h)
             path.append(x)
             if step in layer_at:
                 taken = torch.rand(len(x), 1, 1, device=x.device) < forced
                 x = torch.where(taken, with_teacher_tokens(x, states[layer_at[step]], model.config.num_patches), x)
-    return path, num_steps * max(solver.evaluations)
+    return path, num_steps * max(scheme.evaluations)
 
 
 def with_teacher_tokens(x: Tensor, state: Tensor, num_patches: int) -> Tensor:

@@ -7,6 +7,7 @@ Shapes: b batch, D teacher blocks, M patches, E extra tokens of the teacher, R r
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import SOLVERS
 from odevit.teachers.teacher import Teacher, TeacherTrace, load_teacher
 from odevit.training.evaluation import model_input
+from odevit.training.integration import Integration
 from odevit.training.objectives import Terms
 
 LAYER_WEIGHTS = ("none", "variance", "last")
@@ -232,16 +234,19 @@ class Distillation:
         indices: Tensor,
         *,
         progress: float,
-        num_steps: int | None,
+        integration: Integration,
     ) -> Terms:
-        num_steps = num_steps or model.config.num_steps
+        num_steps = integration.num_steps or model.config.num_steps
         unrolled = progress >= self.config.collocation
         trace = self.observe(images, indices, attention=unrolled and bool(self.config.losses.get("attention")))
         weights = self.weights.to(images.device)
         if not unrolled:
             return Terms({"collocation": collocation_loss(model, trace.states, weights, num_steps)}, None, 1)
         pairs = match_steps(model.config.meeting_times, num_steps)
-        path, evaluations = unroll(model, images, trace.states, num_steps, pairs, self.forced(progress))
+        path, evaluations = unroll(
+            model, images, trace.states, num_steps, pairs, self.forced(progress), integration.solver
+        )
+        read_at = math.ceil(integration.until * num_steps)  # the end, or a late step in anytime training
         layers, steps = zip(*pairs, strict=True)
         meeting = Meeting(
             model=model,
@@ -249,7 +254,7 @@ class Distillation:
             student=torch.stack([path[step] for step in steps]),
             teacher=torch.stack([trace.states[layer] for layer in layers]),
             weights=weights[[layer - 1 for layer in layers]],
-            logits=model.classify(path[-1]),
+            logits=model.classify(path[read_at]),
             teacher_logits=trace.logits,
             teacher_attention=trace.attention,
             targets=targets,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from odevit.model.field import VectorField
-from odevit.model.layers import Attention, CenterNorm, L2Attention, Mlp
+from odevit.model.layers import Attention, CenterNorm, DepthwiseMixing, L2Attention, Mlp
 
 # --- JaSMin -----------------------------------------------------------------------------------------------------------
 
@@ -71,9 +71,24 @@ def norm_bound(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def mlp_bound(mlp: Mlp) -> Tensor:
-    """Global Lipschitz bound of the MLP, max |GELU'| · ‖W1‖₂ ‖W2‖₂; a scalar."""
-    return GELU_SLOPE * _norm2(mlp.w1.weight) * _norm2(mlp.w2.weight)
+def mixing_bound(mixing: nn.Module, tokens: int) -> Tensor:
+    """Norm of the mixing of `tokens` tokens, at least 1 since CLS passes; a scalar.
+
+    A zero-padded convolution on a grid of side s is a compression of the circulant one on a grid of side s + 2, whose
+    singular values are the moduli of the kernel's Fourier transform there: the largest of them bounds it.
+    """
+    if isinstance(mixing, nn.Identity):
+        return torch.ones(())
+    if not isinstance(mixing, DepthwiseMixing):
+        raise ValueError(f"no Lipschitz bound is known for {type(mixing).__name__}; known: DepthwiseMixing, Identity")
+    side = math.isqrt(tokens - 1 - mixing.registers) + 2
+    return torch.fft.fft2(mixing.weight, s=(side, side)).abs().max().clamp_min(1)
+
+
+@torch.no_grad()
+def mlp_bound(mlp: Mlp, tokens: int) -> Tensor:
+    """Global Lipschitz bound of the MLP on `tokens` tokens, max |GELU'| · ‖W1‖₂ ‖C‖₂ ‖W2‖₂; a scalar."""
+    return GELU_SLOPE * _norm2(mlp.w1.weight) * mixing_bound(mlp.mixing, tokens) * _norm2(mlp.w2.weight)
 
 
 def _softmax_bound(attention: Attention, x: Tensor) -> Tensor:
@@ -141,6 +156,6 @@ def field_bound(field: VectorField, x: Tensor) -> Tensor:
 
     An Euler step of size h then has a Jacobian norm of at most 1 + h times this.
     """
-    bound_F = norm_bound(field.norm_f, x) * mlp_bound(field.mlp)
+    bound_F = norm_bound(field.norm_f, x) * mlp_bound(field.mlp, x.shape[-2])
     bound_G = norm_bound(field.norm_g, x) * attention_bound(field.attention, field.norm_g(x))
     return abs(field.scale) * (bound_F + bound_G)

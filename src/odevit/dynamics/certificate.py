@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from odevit.dynamics.bounds import GELU_SLOPE, field_bound, g
+from odevit.dynamics.bounds import GELU_SLOPE, field_bound, g, mixing_bound
 from odevit.dynamics.jacobian import forward_derivatives
 from odevit.dynamics.tangents import JetField
 from odevit.model.field import VectorField
-from odevit.model.layers import Attention, CenterNorm, ConvTokenizer, PatchTokenizer
+from odevit.model.layers import Attention, CenterNorm, ConvTokenizer, PatchTokenizer, PoolingTokenizer
 from odevit.model.solvers import Grid, euler
 
 GELU_BEND = math.sqrt(2 / math.pi)
@@ -108,7 +108,9 @@ def second_derivative_bound(field: VectorField, x: Tensor) -> Bound:
     """radius (b,) ↦ M (b,) with ‖D²ψ(y)[u, u]‖ ≤ M ‖u‖² for the drift ψ and every y in that ball around x (b, n, d)."""
     before_f, before_g = norm_derivatives_bound(field.norm_f, x), norm_derivatives_bound(field.norm_g, x)
     attend = attention_bounds(field.attention, field.norm_g(x))
-    w1, w2 = _norm2(field.mlp.w1.weight), _norm2(field.mlp.w2.weight)
+    # ‖C W1‖ stands for ‖W1‖ where a linear mixing C follows it: the bend of GELU acts entry by entry on C W1 x
+    w1 = _norm2(field.mlp.w1.weight) * mixing_bound(field.mlp.mixing, x.shape[1])
+    w2 = _norm2(field.mlp.w2.weight)
 
     def bound(r: Tensor) -> Tensor:
         f1, f2 = before_f(r)
@@ -133,8 +135,9 @@ def tokenizer_bound(tokenizer: nn.Module) -> float:
     """Lipschitz bound of images ↦ tokens in eval mode."""
     if isinstance(tokenizer, PatchTokenizer):
         return convolution_bound(tokenizer.projection)
-    if not isinstance(tokenizer, ConvTokenizer):
-        raise ValueError(f"no bound is known for {type(tokenizer).__name__}; known: PatchTokenizer, ConvTokenizer")
+    if not isinstance(tokenizer, ConvTokenizer | PoolingTokenizer):
+        known = "PatchTokenizer, ConvTokenizer, PoolingTokenizer"
+        raise ValueError(f"no bound is known for {type(tokenizer).__name__}; known: {known}")
     bound = 1.0
     for layer in tokenizer.layers:
         if isinstance(layer, nn.Conv2d):
@@ -142,9 +145,12 @@ def tokenizer_bound(tokenizer: nn.Module) -> float:
         elif isinstance(layer, nn.BatchNorm2d):
             assert layer.running_var is not None
             bound *= float((layer.weight.abs() / (layer.running_var + layer.eps).sqrt()).max())
-        else:
-            assert isinstance(layer, nn.GELU)
+        elif isinstance(layer, nn.MaxPool2d):  # 3×3 of stride 2: a pixel is in at most four windows
+            bound *= math.ceil(layer.kernel_size / layer.stride)  # type: ignore[operator]
+        elif isinstance(layer, nn.GELU):
             bound *= GELU_SLOPE
+        else:
+            assert isinstance(layer, nn.ReLU)
     return bound
 
 
@@ -226,6 +232,8 @@ def check_certifiable(model: Any) -> None:
             "the certificate covers Euler steps with softmax attention; this model has "
             f"solver={model.config.solver!r}, attention={model.config.attention!r}"
         )
+    if model.config.pool != "cls":
+        raise ValueError(f"the certificate covers a head that reads CLS; this model has pool={model.config.pool!r}")
 
 
 def _margins(logits: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,10 @@ class JetField:
 
     def F(self, jet: Tensor) -> Tensor:
         mlp = self.field.mlp
-        return _linear(mlp.w2, _gelu(_linear(mlp.w1, _normalise(self.field.norm_f, jet)))).mul_(self.field.scale)
+        hidden = _linear(mlp.w1, _normalise(self.field.norm_f, jet))
+        if not isinstance(mlp.mixing, nn.Identity):  # linear: state and tangents alike
+            hidden = mlp.mixing(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        return _linear(mlp.w2, _gelu(hidden)).mul_(self.field.scale)
 
     def G(self, jet: Tensor) -> Tensor:
         attention, jet = self.field.attention, _normalise(self.field.norm_g, jet)

@@ -5,10 +5,10 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from odevit.model.layers import ATTENTIONS, NORMS, TOKENIZERS
+from odevit.model.layers import ATTENTIONS, MIXINGS, NORMS, POOLS, TOKENIZERS
 from odevit.model.solvers import Grid, check_solver
 
-FORMAT_VERSION = 1  # raised when an older odevit could no longer read a newer config
+FORMAT_VERSION = 2  # raised when an older odevit could no longer read a newer config
 
 
 @strict
@@ -16,7 +16,9 @@ class OdeViTConfig(PreTrainedConfig):
     """Configuration of an ODE-ViT.
 
     image_size, patch_size, num_channels: what the tokenizer expects.
-    tokenizer: "patch" (one strided convolution) or "conv" (a stem of 3×3 convolutions, better on small images).
+    tokenizer: "patch" (one strided convolution), "conv" (3×3 convolutions of stride 2) or "pooling" (3×3
+        convolutions with max-pooling, best on small images).
+    pool: what the head reads: "cls", "sequence" (a learned weighting of all tokens but the registers) or "mean".
     hidden_size, num_attention_heads, mlp_ratio: width d, heads h, hidden width of the MLP over d.
     num_registers: learned tokens without position at the end of the sequence; 0 is allowed.
     depth: D, the discrete depth being emulated; the field is scaled by D / horizon.
@@ -24,6 +26,7 @@ class OdeViTConfig(PreTrainedConfig):
     num_steps, solver: K and the scheme; both can be changed at any call without retraining.
     num_fields: 1 is the paper (autonomous); k gives each k-th of [0, T] its own parameters.
     norm: "center" (Lipschitz) or "layer"; attention: "softmax", "l2" (Lipschitz, tied) or "sinkhorn".
+    mixing: "none" or "depthwise" (a 3×3 depthwise convolution on the patch grid inside F, the identity at the start).
     layer_norm_eps: of every LayerNorm, where there is one.
     bias: biases in the attention and MLP matrices (the paper has none; a ViT's blocks have).
     final_norm: norm before the classifier: "none" (the paper from scratch), "layer" (as behind a teacher) or "center".
@@ -40,6 +43,7 @@ class OdeViTConfig(PreTrainedConfig):
     patch_size: int = 16
     num_channels: int = 3
     tokenizer: str = "patch"
+    pool: str = "cls"
     hidden_size: int = 768
     num_attention_heads: int = 12
     mlp_ratio: float | int = 4.0
@@ -51,6 +55,7 @@ class OdeViTConfig(PreTrainedConfig):
     num_fields: int = 1
     norm: str = "center"
     attention: str = "softmax"
+    mixing: str = "none"
     layer_norm_eps: float = 1e-6
     bias: bool = False
     final_norm: str = "layer"
@@ -72,6 +77,8 @@ class OdeViTConfig(PreTrainedConfig):
             )
         for name, registry in (
             ("tokenizer", TOKENIZERS),
+            ("pool", POOLS),
+            ("mixing", MIXINGS),
             ("norm", NORMS),
             ("attention", ATTENTIONS),
             ("final_norm", NORMS),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from odevit.model.layers import ATTENTIONS, NORMS, Mlp
+from odevit.model.layers import ATTENTIONS, MIXINGS, NORMS, Mlp
 
 
 class DropPath(nn.Module):
@@ -23,6 +23,7 @@ class DropPath(nn.Module):
 class VectorField(nn.Module):
     """F(X) = s · MLP(norm_f(X)), G(X) = s · attention(norm_g(X)); the drift is F + G. X: (b, n, d).
 
+    `mixing` lets neighbouring patches meet inside F; `registers` says how many tokens at the end are no patches.
     Autonomous: no time enters. `scale` is s = D / T, so that the total depth s·T = D never depends on T.
     The field knows nothing of solvers; solvers call F, G, or the field itself for the drift.
     """
@@ -37,6 +38,8 @@ class VectorField(nn.Module):
         norm: str = "center",
         norm_eps: float = 1e-6,
         attention: str = "softmax",
+        mixing: str = "none",
+        registers: int = 0,
         bias: bool = False,
         dropout: float = 0.0,
         drop_path: float = 0.0,
@@ -45,7 +48,7 @@ class VectorField(nn.Module):
         self.scale = scale
         self.norm_f = NORMS[norm](width, norm_eps)
         self.norm_g = NORMS[norm](width, norm_eps)
-        self.mlp = Mlp(width, hidden, bias=bias, dropout=dropout)
+        self.mlp = Mlp(width, hidden, bias=bias, dropout=dropout, mixing=MIXINGS[mixing](hidden, registers))
         self.attention = ATTENTIONS[attention](width, heads, bias=bias, dropout=dropout)
         self.drop_path = DropPath(drop_path)
 

@@ -5,6 +5,7 @@ Shapes: b batch, c channels, n tokens, d width, h heads, e = d / h head width.
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -37,17 +38,55 @@ NORMS: dict[str, Callable[[int, float], nn.Module]] = {
 }
 
 
-class Mlp(nn.Module):
-    """W2 · GELU(W1 · x), token by token."""
+class DepthwiseMixing(nn.Module):
+    """A 3×3 depthwise convolution over the square grid of patches, zero-padded; CLS and registers pass as they are.
 
-    def __init__(self, width: int, hidden: int, *, bias: bool = False, dropout: float = 0.0):
+    (b, 1 + M + R, c) -> the same. The identity at the start (ConvMixer and LocalViT put it between the matrices of the
+    MLP too). Linear, and its norm is known: see `odevit.dynamics.bounds.mixing_bound`.
+    """
+
+    def __init__(self, channels: int, registers: int = 0):
+        super().__init__()
+        self.registers = registers
+        self.weight = nn.Parameter(torch.zeros(channels, 1, 3, 3))
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        self.weight.zero_()[:, :, 1, 1] = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = x.shape[1] - 1 - self.registers
+        side = math.isqrt(patches)
+        if side * side != patches:
+            raise ValueError(
+                f"depthwise mixing needs a square grid of patches, got {patches} patches: use square images"
+            )
+        grid = x[:, 1 : 1 + patches].unflatten(1, (side, side)).permute(0, 3, 1, 2)  # (b, c, side, side)
+        mixed = F.conv2d(grid, self.weight, padding=1, groups=self.weight.shape[0])
+        return torch.cat([x[:, :1], mixed.flatten(2).mT, x[:, 1 + patches :]], dim=1)
+
+
+class Mlp(nn.Module):
+    """W2 · GELU(C · W1 · x), token by token but for C: the identity, or a mixing of neighbouring patches."""
+
+    def __init__(
+        self, width: int, hidden: int, *, bias: bool = False, dropout: float = 0.0, mixing: nn.Module | None = None
+    ):
         super().__init__()
         self.w1 = nn.Linear(width, hidden, bias=bias)
+        self.mixing = mixing or nn.Identity()
         self.w2 = nn.Linear(hidden, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.w2(F.gelu(self.w1(x))))
+        return self.dropout(self.w2(F.gelu(self.mixing(self.w1(x)))))
+
+
+MIXINGS: dict[str, Callable[[int, int], nn.Module]] = {
+    "none": lambda channels, registers: nn.Identity(),
+    "depthwise": DepthwiseMixing,
+}
 
 
 class Attention(nn.Module):
@@ -153,27 +192,84 @@ class PatchTokenizer(nn.Module):
         return self.projection(images).flatten(2).mT  # (b, d, H/p, W/p) -> (b, n, d)
 
 
+def _stage_widths(channels: int, width: int, patch_size: int) -> list[int]:
+    """Channels before, between and after log2(patch_size) stages that each halve the image and double the width."""
+    stages = int(math.log2(patch_size))
+    if stages < 1 or 2**stages != patch_size:
+        raise ValueError(f"a convolutional tokenizer needs a power of two as patch_size, got {patch_size}")
+    return [channels] + [max(1, width // 2 ** (stages - 1 - i)) for i in range(stages)]
+
+
 class ConvTokenizer(nn.Module):
     """log2(patch_size) convolutions 3×3 of stride 2 with BatchNorm and GELU between them. (b, c, H, W) -> (b, n, d)."""
 
     def __init__(self, channels: int, width: int, patch_size: int):
         super().__init__()
-        stages = int(math.log2(patch_size))
-        if stages < 1 or 2**stages != patch_size:
-            raise ValueError(f"the convolutional tokenizer needs a power of two as patch_size, got {patch_size}")
-        widths = [channels] + [max(1, width // 2 ** (stages - 1 - i)) for i in range(stages)]
+        widths = _stage_widths(channels, width, patch_size)
         layers: list[nn.Module] = []
-        for i in range(stages):
-            layers.append(nn.Conv2d(widths[i], widths[i + 1], 3, stride=2, padding=1))
-            if i < stages - 1:
-                layers += [nn.BatchNorm2d(widths[i + 1]), nn.GELU()]
+        for i, (before, after) in enumerate(pairwise(widths)):
+            layers += [nn.BatchNorm2d(before), nn.GELU()] if i else []
+            layers.append(nn.Conv2d(before, after, 3, stride=2, padding=1))
         self.layers = nn.Sequential(*layers)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layers(images).flatten(2).mT  # (b, d, H/p, W/p) -> (b, n, d)
 
 
-TOKENIZERS: dict[str, Callable[[int, int, int], nn.Module]] = {"patch": PatchTokenizer, "conv": ConvTokenizer}
+class PoolingTokenizer(nn.Module):
+    """log2(patch_size) stages of a 3×3 convolution of stride 1, ReLU and 3×3 max-pooling of stride 2, without biases.
+
+    The tokenizer of Compact Convolutional Transformers (Hassani et al., arXiv 2104.05704). (b, c, H, W) -> (b, n, d).
+    """
+
+    def __init__(self, channels: int, width: int, patch_size: int):
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, after in pairwise(_stage_widths(channels, width, patch_size)):
+            layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images).flatten(2).mT  # (b, d, H/p, W/p) -> (b, n, d)
+
+
+TOKENIZERS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    "patch": PatchTokenizer,
+    "conv": ConvTokenizer,
+    "pooling": PoolingTokenizer,
+}
+
+
+class ClsPool(nn.Module):
+    """The first token. (b, n, d) -> (b, d)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 0]
+
+
+class MeanPool(nn.Module):
+    """The mean of CLS and patches. (b, n, d) -> (b, d)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(dim=1)
+
+
+class SequencePool(nn.Module):
+    """Σ_i p_i x_i with p the softmax over tokens of a learned score (arXiv 2104.05704). (b, n, d) -> (b, d)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.score = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.softmax(self.score(x), dim=1) * x).sum(dim=1)
+
+
+POOLS: dict[str, Callable[[int], nn.Module]] = {
+    "cls": lambda width: ClsPool(),
+    "sequence": SequencePool,
+    "mean": lambda width: MeanPool(),
+}
 
 
 def interpolate_positions(

@@ -19,7 +19,16 @@ from transformers.utils import ModelOutput
 from odevit.model.config import OdeViTConfig
 from odevit.model.field import VectorField
 from odevit.model.image_processor import OdeViTImageProcessor
-from odevit.model.layers import NORMS, TOKENIZERS, CenterNorm, interpolate_positions
+from odevit.model.layers import (
+    NORMS,
+    POOLS,
+    TOKENIZERS,
+    CenterNorm,
+    DepthwiseMixing,
+    PoolingTokenizer,
+    SequencePool,
+    interpolate_positions,
+)
 from odevit.model.solvers import Evaluations, Grid, Solution, solve
 from odevit.model.spectral import cap_spectral_norms_, spectral_init_
 
@@ -62,6 +71,14 @@ class OdeViTPreTrainedModel(PreTrainedModel):
                 spectral_init_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+        elif isinstance(module, PoolingTokenizer):  # after its convolutions: ReLU wants variance, not norm one
+            for layer in module.layers:
+                if isinstance(layer, nn.Conv2d):
+                    nn.init.kaiming_normal_(layer.weight)
+        elif isinstance(module, SequencePool):
+            nn.init.trunc_normal_(module.score.weight, std=0.02)  # nearly a mean at the start
+        elif isinstance(module, DepthwiseMixing):
+            module.reset()
         elif isinstance(module, CenterNorm | nn.LayerNorm | nn.BatchNorm2d):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
@@ -151,6 +168,8 @@ class OdeViTModel(OdeViTPreTrainedModel):
                 norm=config.norm,
                 norm_eps=config.layer_norm_eps,
                 attention=config.attention,
+                mixing=config.mixing,
+                registers=config.num_registers,
                 bias=config.bias,
                 dropout=config.dropout,
                 drop_path=config.drop_path,
@@ -177,8 +196,9 @@ class OdeViTModel(OdeViTPreTrainedModel):
         num_steps: int | None = None,
         solver: str | None = None,
         save_at: Literal["end", "steps"] | Sequence[float] = "end",
+        until: float | None = None,
     ) -> Solution:
-        """Integrate the tokens over [0, T]. `num_steps` and `solver` default to the config's."""
+        """Integrate the tokens over [0, T]. `num_steps` and `solver` default to the config's, `until` as in `solve`."""
         recompute = self.gradient_checkpointing and self.training
         capped_once = self.config.spectral_cap is not None and not recompute
         with parametrize.cached() if capped_once else nullcontext():
@@ -189,15 +209,19 @@ class OdeViTModel(OdeViTPreTrainedModel):
                 solver=solver or self.config.solver,
                 horizon=self.config.horizon,
                 save_at=save_at,
+                until=until,
                 recompute=recompute,
             )
 
-    def attention_maps(self, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The map (b, h, n, n) at the start of each step, from the K+1 states of a trajectory. In the graph."""
-        grid = Grid(len(states) - 1, self.config.horizon, self.config.num_fields)
+    def attention_maps(self, states: Sequence[Tensor], num_steps: int | None = None) -> tuple[Tensor, ...]:
+        """The map (b, h, n, n) at the start of each step, from the states of a trajectory. In the graph.
+
+        num_steps: K of the grid when the states are only its beginning; else there are K + 1 of them.
+        """
+        grid = Grid(num_steps or len(states) - 1, self.config.horizon, self.config.num_fields)
         return tuple(
             self.fields[phase].attention_map(x)  # type: ignore[operator]
-            for (phase, _), x in zip(grid.steps(), states, strict=False)
+            for (phase, _), x in zip(grid.steps(), states[:-1], strict=False)
         )
 
     def forward(
@@ -205,6 +229,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
         pixel_values: Tensor | None = None,
         num_steps: int | None = None,
         solver: str | None = None,
+        until: float | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         interpolate_pos_encoding: bool = False,
@@ -216,12 +241,13 @@ class OdeViTModel(OdeViTPreTrainedModel):
         with_states = output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
         with_maps = output_attentions if output_attentions is not None else self.config.output_attentions
         tokens = self.embed(pixel_values, interpolate_pos_encoding)
-        solution = self.evolve(tokens, num_steps, solver, save_at="steps" if with_states or with_maps else "end")
+        save_at: Literal["end", "steps"] = "steps" if with_states or with_maps else "end"
+        solution = self.evolve(tokens, num_steps, solver, save_at, until)
         states = tuple(solution.xs.unbind(0))
         output = OdeViTOutput(
             last_hidden_state=states[-1],
             hidden_states=states if with_states else None,
-            attentions=self.attention_maps(states) if with_maps else None,
+            attentions=self.attention_maps(states, num_steps) if with_maps else None,
             evaluations=solution.evaluations,
         )
         return output if return_dict is not False else output.to_tuple()
@@ -246,12 +272,13 @@ class OdeViTModel(OdeViTPreTrainedModel):
 
 
 class OdeViTForImageClassification(OdeViTPreTrainedModel):
-    """logits = head(norm(X_T[CLS]))."""
+    """logits = head(pool(norm(X_T))), where the pool takes CLS, a mean or a learned weighting of the tokens."""
 
     def __init__(self, config: OdeViTConfig):
         super().__init__(config)
         self.odevit = OdeViTModel(config)
         self.norm = NORMS[config.final_norm](config.hidden_size, config.layer_norm_eps)
+        self.pool = POOLS[config.pool](config.hidden_size)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]
         self.post_init()
 
@@ -269,8 +296,13 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
             nn.init.trunc_normal_(module.weight, std=0.02)  # as in ViT and DeiT
 
     def classify(self, state: Tensor) -> Tensor:
-        """A state (b, n, d) → logits (b, classes), from the CLS token alone."""
-        return self.classifier(self.norm(state[:, 0]))
+        """A state (b, n, d) → logits (b, classes)."""
+        return self.classifier(self.read_out(state))
+
+    def read_out(self, state: Tensor) -> Tensor:
+        """A state (b, n, d) → what the linear head reads (b, d). Registers are not read."""
+        tokens = state[:, :1] if self.config.pool == "cls" else state[:, : state.shape[1] - self.config.num_registers]
+        return self.pool(self.norm(tokens))
 
     def forward(
         self,
@@ -279,7 +311,7 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> OdeViTClassifierOutput | tuple:
-        """kwargs: num_steps, solver, output_hidden_states, output_attentions, interpolate_pos_encoding."""
+        """kwargs: num_steps, solver, until, output_hidden_states, output_attentions, interpolate_pos_encoding."""
         outputs = self.odevit(pixel_values, **kwargs)
         logits = self.classify(outputs.last_hidden_state)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)

@@ -8,6 +8,7 @@ step. To add one, write that function with a docstring: `solve`, the model, the 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -178,6 +179,7 @@ def solve(
     solver: str = "euler",
     horizon: float = 1.0,
     save_at: Literal["end", "steps"] | Sequence[float] = "end",
+    until: float | None = None,
     recompute: bool = False,
     check_finite: bool = True,
     rtol: float = 1e-4,
@@ -188,23 +190,28 @@ def solve(
     fields: one field, or k fields, one for each k-th of [0, horizon].
     save_at: "end" (the last state), "steps" (all num_steps + 1 states) or times. A time between two steps is read off
         the cubic Hermite interpolant, which costs two evaluations of the field, both counted.
+    until: stop at the first step that reaches this time; the grid stays that of the whole interval. None: its end.
     recompute: run each step again in the backward pass instead of keeping its intermediates.
     check_finite: raise NonFiniteStateError naming the step (off inside compiled and exported graphs).
     rtol, atol: for the adaptive solvers only, which choose their own steps and ignore num_steps.
     """
     check_solver(solver)
     parts: Sequence[Any] = fields if isinstance(fields, Sequence) else [fields]
-    times = None if isinstance(save_at, str) else _check_times(save_at, horizon)
+    end = horizon if until is None else _check_times([until], horizon)[0]
+    times = None if isinstance(save_at, str) else _check_times(save_at, end)
     if solver in ADAPTIVE:
         if times is None:
-            times = [horizon] if save_at == "end" else Grid(num_steps, horizon, len(parts)).times()
+            steps = [t for t in Grid(num_steps, horizon, len(parts)).times() if t < end]
+            times = [end] if save_at == "end" else [*steps, end]
         return _solve_adaptive(parts, x, times, horizon, solver, rtol, atol)
 
     grid = Grid(num_steps, horizon, len(parts))
+    knots = grid.times()
+    taken = next(i for i, t in enumerate(knots) if t >= end * (1 - 1e-9))
     step, _, cost = SOLVERS[solver]
     keep_all = save_at != "end"
     start, states = x, [x]
-    for phase, h in grid.steps():
+    for phase, h in islice(grid.steps(), taken):
         if recompute:
             x = recompute_in_backward(step, parts[phase], x, h, use_reentrant=False)
         else:
@@ -214,9 +221,9 @@ def solve(
     if check_finite and readable and not bool(torch.isfinite(x).all()):
         raise _first_non_finite(parts, start, grid, step)
 
-    count_F, count_G = num_steps * cost.F, num_steps * cost.G
+    count_F, count_G = taken * cost.F, taken * cost.G
     if times is None:
-        times = grid.times() if keep_all else [horizon]
+        times = knots[: taken + 1] if keep_all else [knots[taken]]
     else:
         states, extra = _read_off(states, parts, grid, times)
         count_F, count_G = count_F + extra, count_G + extra

@@ -68,7 +68,10 @@ class LoopConfig:
     recompute: bool = False  # run each solver step again in the backward pass: less memory, slower
     compile: bool = False  # torch.compile of each field
     fsdp: bool = False  # split the model among torchrun's processes (FSDP2) instead of a copy each: for large teachers
-    step_schedule: list[tuple[float, int]] = field(default_factory=list)  # [[from progress, solver steps], …]
+    # [[from progress, K], …]: solver steps in training; a list in place of K, such as [3, 4, 6, "midpoint 3"], is drawn
+    # from anew at every optimiser step, so that the weights learn the flow and not one number of steps
+    step_schedule: list[tuple[float, int | list[int | str]]] = field(default_factory=list)
+    anytime: float = 0.0  # share of the optimiser steps in which the head reads the state at a random time in [T/2, T]
     monitor_every: int = 0  # spectral norms (one SVD per matrix) and top Lyapunov exponent of 4 images; 0 = off
     tensorboard: bool = False
 
@@ -81,6 +84,8 @@ class LoopConfig:
         begins = [begin for begin, _ in self.step_schedule]
         if begins and (begins != sorted(begins) or begins[0] != 0):
             raise ValueError(f"loop.step_schedule must start at progress 0 and increase, got {self.step_schedule}")
+        if not 0 <= self.anytime <= 1:
+            raise ValueError(f"loop.anytime is a share of the steps, between 0 and 1; got {self.anytime}")
 
 
 @dataclass

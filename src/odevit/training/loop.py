@@ -22,6 +22,7 @@ from odevit.recipe import Recipe
 from odevit.training import checkpoint as ckpt
 from odevit.training.classifiers import adapt_to_data, build_classifier, quiet_transformers, save_classifier
 from odevit.training.evaluation import evaluate, model_input, monitors
+from odevit.training.integration import check_schedule, draw_integration
 from odevit.training.interruption import StopRequest, TrainingInterrupted, stop_request
 from odevit.training.objectives import Classification, LossModule, Objective, Terms
 from odevit.training.optim import (
@@ -29,7 +30,6 @@ from odevit.training.optim import (
     AveragedWeights,
     build_optimizers,
     learning_rate_factor,
-    scheduled_steps,
     set_learning_rate,
 )
 from odevit.training.resume import load_run, save_run
@@ -131,6 +131,7 @@ class Run:
         self.total_steps = recipe.optim.steps
         if recipe.optim.epochs is not None:
             self.total_steps = max(1, round(recipe.optim.epochs * self.steps_per_epoch))
+        check_schedule(recipe.loop, model.config)
         if recipe.loop.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if recipe.loop.compile:
@@ -226,13 +227,13 @@ class Run:
         config, accelerator = self.recipe.optim, self.accelerator
         factor = learning_rate_factor(progress, config.warmup, config.cycles)
         set_learning_rate(self.optimizers, factor)
-        num_steps = scheduled_steps(self.recipe.loop.step_schedule, progress)
+        integration = draw_integration(self.recipe.loop, progress, self.recipe.seed, self.step)
         pieces, loss = self.prepare(batch), 0.0
         for i, piece in enumerate(pieces):
             share = len(piece[0]) / batch.total  # of the global batch: pieces and processes add up to its mean
             with nullcontext() if i == len(pieces) - 1 else accelerator.no_sync(self.module):
                 try:
-                    terms: Terms = self.module(*piece, progress, num_steps)
+                    terms: Terms = self.module(*piece, progress, integration)
                 except NonFiniteStateError as error:
                     raise TrainingDivergedError(self.step, str(error), self.store.newest()) from error
                 total = torch.stack(list(terms.losses.values())).sum()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from odevit.data import Data
 from odevit.model.solvers import Grid
 from odevit.training.config import PenaltyConfig
+from odevit.training.integration import Integration
 
 
 class Terms(NamedTuple):
@@ -23,7 +24,7 @@ class Objective(Protocol):
     """Stateless from step to step, except for frozen things such as a teacher."""
 
     def __call__(
-        self, model: Any, images: Tensor, targets: Tensor, indices: Tensor, *, progress: float, num_steps: int | None
+        self, model: Any, images: Tensor, targets: Tensor, indices: Tensor, *, progress: float, integration: Integration
     ) -> Terms:
         """images (b, c, S, S) normalised; targets (b, classes) soft; indices (b,) in the training split."""
         ...
@@ -50,9 +51,9 @@ class Classification:
         return data
 
     def __call__(
-        self, model: Any, images: Tensor, targets: Tensor, indices: Tensor, *, progress: float, num_steps: int | None
+        self, model: Any, images: Tensor, targets: Tensor, indices: Tensor, *, progress: float, integration: Integration
     ) -> Terms:
-        wanted: dict[str, Any] = {} if num_steps is None else {"num_steps": num_steps}
+        wanted = integration.options(getattr(model.config, "horizon", 1.0))
         if self.penalties.jasmin:
             wanted["output_attentions"] = True
         if self.penalties.transport:
@@ -61,17 +62,20 @@ class Classification:
         losses = {"cross_entropy": nnf.cross_entropy(output.logits, targets)}
         evaluations = getattr(output, "evaluations", None)
         return Terms(
-            losses | self._penalties(model, output), output.logits, None if evaluations is None else max(evaluations)
+            losses | self._penalties(model, output, integration),
+            output.logits,
+            None if evaluations is None else max(evaluations),
         )
 
-    def _penalties(self, model: Any, output: Any) -> dict[str, Tensor]:
+    def _penalties(self, model: Any, output: Any, integration: Integration) -> dict[str, Tensor]:
         losses = {}
         if self.penalties.jasmin:
             from odevit.dynamics.bounds import jasmin
 
             losses["jasmin"] = self.penalties.jasmin * jasmin(output.attentions, self.penalties.jasmin_k)
         if self.penalties.transport:
-            grid = Grid(len(output.hidden_states) - 1, model.config.horizon, model.config.num_fields)
+            num_steps = integration.num_steps or model.config.num_steps
+            grid = Grid(num_steps, model.config.horizon, model.config.num_fields)
             losses["transport"] = self.penalties.transport * transport_cost(output.hidden_states, grid)
         return losses
 
@@ -82,7 +86,7 @@ def transport_cost(states: tuple[Tensor, ...], grid: Grid) -> Tensor:
     The mean runs over batch, tokens and width. For Euler the quotient is the field itself.
     """
     total = states[0].new_zeros(())
-    for (_, h), before, after in zip(grid.steps(), states[:-1], states[1:], strict=True):
+    for (_, h), before, after in zip(grid.steps(), states[:-1], states[1:], strict=False):  # states may end early
         total = total + (after - before).square().mean() / h
     return total
 
@@ -97,6 +101,6 @@ class LossModule(nn.Module):
         self.objective = objective
 
     def forward(
-        self, images: Tensor, targets: Tensor, indices: Tensor, progress: float, num_steps: int | None
+        self, images: Tensor, targets: Tensor, indices: Tensor, progress: float, integration: Integration
     ) -> Terms:
-        return self.objective(self.model, images, targets, indices, progress=progress, num_steps=num_steps)
+        return self.objective(self.model, images, targets, indices, progress=progress, integration=integration)

@@ -21,12 +21,6 @@ def learning_rate_factor(progress: float, warmup: float, cycles: int = 1) -> flo
     return (1 + math.cos(math.pi * (cycles * done % 1.0 if done < 1 else 1.0))) / 2
 
 
-def scheduled_steps(schedule: Sequence[tuple[float, int]], progress: float) -> int | None:
-    """Solver steps K at this progress: the last entry that has begun. None (the model's own K) without a schedule."""
-    begun = [steps for begin, steps in schedule if begin <= progress]
-    return begun[-1] if begun else None
-
-
 GROUPING = 2
 """How parameters are grouped, part of every checkpoint. In 1 the name `tokenizer` counted as a token, so that its
 convolutions were not decayed; runs begun that way end that way."""
@@ -37,7 +31,7 @@ def split_parameters(model: nn.Module, grouping: int = GROUPING) -> dict[str, di
 
     hidden: matrices inside a ModuleList (the fields of an ODE-ViT, the blocks of a ViT): what Muon is made for;
     decayed: other matrices and convolutions;
-    plain: vectors, tokens and positions, which are not decayed.
+    plain: vectors, tokens, positions and the mixing of patches (the identity at the start), which are not decayed.
     """
     blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     groups: dict[str, dict[str, nn.Parameter]] = {"hidden": {}, "decayed": {}, "plain": {}}
@@ -45,7 +39,7 @@ def split_parameters(model: nn.Module, grouping: int = GROUPING) -> dict[str, di
         if not parameter.requires_grad or parameter.numel() == 0:
             continue
         words = name.replace("tokenizer", "") if grouping > 1 else name
-        is_weight = parameter.ndim in (2, 4) and not any(word in words for word in ("token", "position"))
+        is_weight = parameter.ndim in (2, 4) and not any(word in words for word in ("token", "position", "mixing"))
         if is_weight and parameter.ndim == 2 and name.startswith(blocks or ("\0",)):
             groups["hidden"][name] = parameter
         else:
