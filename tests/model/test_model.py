@@ -365,7 +365,7 @@ def test_interpolation_still_needs_whole_patches(size):
         ({"horizon": -1.0}, "horizon must be positive"),
         ({"spectral_cap": 0.0}, "spectral_cap must be positive or None"),
         ({"image_mean": [0.5]}, r"image_mean needs one value per channel \(3\)"),
-        ({"format_version": 2}, "format 2 by a newer odevit.*up to 1.*pip install -U odevit"),
+        ({"format_version": 3}, "format 3 by a newer odevit.*up to 2.*pip install -U odevit"),
     ],
 )
 def test_impossible_configs_say_what_must_hold(fields, message):
