@@ -106,6 +106,24 @@ def evaluate_(
 
 
 @app.command()
+def predict(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of an image classifier.")],
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Files, folders, globs, - for stdin.")],
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Answers for each image.")] = None,
+    attention: Annotated[Path | None, typer.Option("--attention", help="Draw what CLS looks at into this PNG.")] = None,
+    steps: Steps = None,
+    solver: Solver = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each image.")] = False,
+) -> None:
+    """What is in these images? A file that cannot be read is named, and the rest goes on."""
+    from odevit.commands.predict import predict as run
+
+    failed = run(model, images, top_k=top_k, as_json=as_json, attention=attention, steps=steps, solver=solver)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def distill(
     teacher: Annotated[str | None, typer.Option(help="Folder or hub name of a trained ViT.")] = None,
     data: Annotated[str | None, typer.Option("--data", help="As in eval; overrides the recipe's.")] = None,

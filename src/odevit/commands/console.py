@@ -2,10 +2,26 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+
+def check_output(file: Path) -> Path:
+    """The same path, its folder made; a file that cannot be written is an error now, before any work."""
+    if file.is_dir():
+        raise ValueError(f"cannot write {file}: it is a folder; give the name of a file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = not file.exists()
+        file.open("ab").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write {file}: {error.strerror or error}; choose another place") from error
+    return file
 
 
 def print_table(title: str, rows: Mapping[str, Any], headers: tuple[str, ...] = ()) -> None:

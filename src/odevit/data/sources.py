@@ -1,6 +1,5 @@
 """Where images come from: hub dataset, folder of images, parquet → one `Table` per split, nothing decoded yet."""
 
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from odevit.data.decode import IMAGE_SUFFIXES, CorruptImageError, open_image, reason, to_pixels
+
 # the words by which files, folders and hub datasets name their splits
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # PIL tries these only: twice as fast as all 40
 LABEL_WORDS = ("label", "fine_label", "labels", "class", "target")  # preferred names of a label column, best first
-GREY_MODES = {"1", "L"}  # PIL modes that are kept as one channel
-
-
-class CorruptImageError(ValueError):
-    """An image could not be decoded; the message names it."""
+GREY_MODES = {"1", "L", "I;16", "I;16B"}  # PIL modes that are kept as one channel
 
 
 @dataclass
@@ -58,37 +53,17 @@ class Table:
     def decode_cell(self, index: int, cell: dict[str, Any], channels: int, size: int | None) -> np.ndarray:
         image = self._open_cell(index, cell)
         try:
-            mode = "L" if channels == 1 else "RGB"
-            image = image if image.mode == mode else image.convert(mode)
-            if size is not None:
-                image = _resize_and_cut(image, size)
-            pixels = np.array(image, dtype=np.uint8)
+            return to_pixels(image, channels, size)
         except Exception as error:
-            raise CorruptImageError(f"{self.describe(index, cell)} ({error})") from error
-        return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+            raise CorruptImageError(f"{self.describe(index, cell)} ({reason(error)})") from error
 
     def _open_cell(self, index: int, cell: dict[str, Any] | None) -> Any:
-        from PIL import Image
-
         if not cell or not (cell.get("bytes") or cell.get("path")):
             raise CorruptImageError(f"{self.describe(index, {})} (no image)")
         try:
-            file = io.BytesIO(cell["bytes"]) if cell.get("bytes") else cell["path"]
-            return Image.open(file, formats=IMAGE_FORMATS)
+            return open_image(cell.get("bytes") or cell["path"])
         except Exception as error:
-            raise CorruptImageError(f"{self.describe(index, cell)} ({type(error).__name__})") from error
-
-
-def _resize_and_cut(image: Any, size: int) -> Any:
-    from PIL import Image
-
-    if image.size == (size, size):
-        return image
-    width, height = image.size
-    scale = size / min(width, height)
-    wide, high = max(size, round(width * scale)), max(size, round(height * scale))
-    left, top = (wide - size) // 2, (high - size) // 2
-    return image.resize((wide, high), Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))
+            raise CorruptImageError(f"{self.describe(index, cell)} ({reason(error)})") from error
 
 
 def open_tables(name: str, image_column: str | None, label_column: str | None) -> tuple[dict[str, Table], list[str]]:

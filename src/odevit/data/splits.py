@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from odevit.data.sources import GREY_MODES, CorruptImageError, Table
+from odevit.data.decode import CorruptImageError
+from odevit.data.sources import GREY_MODES, Table
 
 PROBED_IMAGES = 64  # looked at to learn the number of channels and the size
 DECODE_CHUNK = 1024  # rows read at once while decoding into memory

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from odevit.teachers.adapters import is_adapter, load_adapted
 from odevit.teachers.families import TEACHERS, Anatomy, Family, resize_patch_kernel
 
 __all__ = [
@@ -241,6 +242,9 @@ Normalisation = tuple[tuple[float, ...] | None, tuple[float, ...] | None]
 
 def read_model(name: str) -> tuple[nn.Module, Normalisation]:
     config_file = Path(name) / "config.json"
+    if is_adapter(name):
+        module, base = load_adapted(name)
+        return module, huggingface_normalisation(base)
     if Path(name).exists() and not config_file.is_file():
         raise ValueError(f"a teacher's folder must hold a config.json and its weights, {name} has no config.json")
     try:
@@ -269,7 +273,6 @@ def timm_normalisation(module: nn.Module) -> Normalisation:
 def read_huggingface(name: str) -> tuple[nn.Module, Normalisation]:
     """The class that the checkpoint names, in float32, every weight accounted for."""
     import transformers
-    from transformers.utils import cached_file
 
     config = transformers.AutoConfig.from_pretrained(name)
     kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForImageClassification)
@@ -278,11 +281,18 @@ def read_huggingface(name: str) -> tuple[nn.Module, Normalisation]:
     missing = [key for key in info["missing_keys"] if "mask_token" not in key]
     if missing:
         raise ValueError(f"the checkpoint {name} lacks weights of {kind.__name__}: {', '.join(sorted(missing))}")
+    return module, huggingface_normalisation(name)
+
+
+def huggingface_normalisation(name: str) -> Normalisation:
+    """What the image processor beside a model declares."""
+    from transformers.utils import cached_file
+
     settings_file = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
     settings = json.loads(Path(settings_file).read_text()) if settings_file else {}
     if not settings.get("do_normalize", "image_mean" in settings):
-        return module, (None, None)
-    return module, (tuple(settings["image_mean"]), tuple(settings["image_std"]))
+        return None, None
+    return tuple(settings["image_mean"]), tuple(settings["image_std"])
 
 
 def resize_classifier(model: Any, image_size: int, num_labels: int | None = None) -> Any:

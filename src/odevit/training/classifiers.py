@@ -10,15 +10,48 @@ import torch
 from odevit.data import Data, DataConfig
 from odevit.model.config import OdeViTConfig, own_fields
 from odevit.model.model import OdeViTForImageClassification
+from odevit.teachers.adapters import is_adapter, load_adapted
+
+
+def resolve_model(name: str) -> str:
+    """What a user calls a model → what `from_pretrained` takes: a model's folder, a run's folder, or a hub name."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        for folder in (path, path / "model"):
+            if (folder / "config.json").is_file() or is_adapter(folder):
+                return str(folder)
+        raise ValueError(f"{name} holds no model: a config.json and model.safetensors are expected")
+    if path.exists():
+        raise ValueError(f"{name} is a file; a model is a folder with a config.json and model.safetensors")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ValueError(
+            f"unknown model {name!r}: neither a folder here, nor a hub name (owner/name). "
+            "A run keeps its model in RUN/model; `odevit quickstart` makes one in three minutes."
+        )
+    return name
 
 
 def load_classifier(name: str) -> Any:
-    """Any Hugging Face image classifier, an ODE-ViT or not, from a folder or the hub; in eval mode."""
+    """Any Hugging Face image classifier, an ODE-ViT or not, from a folder or the hub; in eval mode.
+
+    The normalisation that its image processor declares stands in its config, where `model_input` reads it.
+    """
     from transformers import AutoModelForImageClassification
 
-    if Path(name).exists() and not (Path(name) / "config.json").exists():
-        raise ValueError(f"{name} holds no model: a config.json and model.safetensors are expected")
-    return AutoModelForImageClassification.from_pretrained(name).eval()
+    source = resolve_model(name)
+    with quiet_transformers():
+        try:
+            if is_adapter(source):
+                model, source = load_adapted(source)
+            else:
+                model = AutoModelForImageClassification.from_pretrained(source).eval()
+        except OSError as error:
+            if Path(source).exists():
+                raise
+            raise ValueError(f"unknown model {name!r}: no folder here, and the hub says: {error}") from error
+    if not getattr(model.config, "image_mean", None):
+        model.config.image_mean, model.config.image_std = _normalisation(source)
+    return model
 
 
 def load_odevit(name: str) -> OdeViTForImageClassification:
@@ -128,7 +161,6 @@ def _build_vit(fields: dict[str, Any], data: Data) -> Any:
 
 def _load_pretrained(fields: dict[str, Any], image_size: int | None, data: Data) -> Any:
     from transformers import AutoModelForImageClassification
-    from transformers.image_processing_base import ImageProcessingMixin
 
     name, trained = fields.pop("pretrained"), fields.pop("train", "all")
     if fields:
@@ -147,9 +179,18 @@ def _load_pretrained(fields: dict[str, Any], image_size: int | None, data: Data)
     model = resize_classifier(
         model, image_size or model.config.image_size, None if model.config.num_labels == labels else labels
     )
+    mean, std = _normalisation(name)
+    if mean:
+        model.config.image_mean, model.config.image_std = mean, std
+    return model
+
+
+def _normalisation(name: str) -> tuple[list[float] | None, list[float] | None]:
+    """Mean and std that the image processor beside a model declares; None where there is none."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
     try:
         processor, _ = ImageProcessingMixin.get_image_processor_dict(name)
     except OSError:  # saved without a processor: the data's own mean and std are used
-        return model
-    model.config.image_mean, model.config.image_std = processor.get("image_mean"), processor.get("image_std")
-    return model
+        return None, None
+    return processor.get("image_mean"), processor.get("image_std")

@@ -69,6 +69,11 @@ def _count(logits: Tensor, labels: Tensor) -> Tensor:
 
 def model_input(model: Any, images: Tensor) -> Tensor:
     """uint8 or float images of any size → what the model expects, as its config says."""
+    if not model.config.image_mean or not model.config.image_std:
+        raise ValueError(
+            "the model does not say with which mean and std its images were normalised: put image_mean and image_std "
+            "into its config.json, or a preprocessor_config.json beside it"
+        )
     return prepare(images, model.config.image_size, model.config.image_mean, model.config.image_std)
 
 
