@@ -1,5 +1,6 @@
 """The trajectory cache: what it gives back, when it is another one, and what a killed build leaves behind."""
 
+import copy
 import dataclasses
 import errno
 import json
@@ -16,8 +17,8 @@ from odevit.data import DataConfig, derive_seed, load_data, prepare
 from odevit.data.augment import Augment, AugmentConfig
 from odevit.data.splits import MemorySplit
 from odevit.distill import cache as caching
-from odevit.distill.cache import Builder, Transform, as_bytes, digest, open_cache
-from odevit.teachers.teacher import load_teacher, tiny_teacher
+from odevit.distill.cache import Builder, Transform, as_bytes, digest, open_cache, settings
+from odevit.teachers.teacher import TEACHERS, load_teacher, tiny_teacher
 
 SMALL_CHUNK = 24  # so that a few images make several chunks
 IMAGES = 60
@@ -152,6 +153,52 @@ def test_every_ingredient_changes_the_key(teacher, train, tmp_path):
         changed.append(folder(transform=dataclasses.replace(AUGMENTED, **changes)))
     assert len(set(changed)) == len(changed)
     assert folder(train=MemorySplit(train.images.clone(), train.labels.clone())) == changed[0]
+
+
+@pytest.mark.parametrize("family", sorted(TEACHERS))
+def test_what_a_teacher_computes_is_part_of_the_key(family):
+    """Heads, eps and activation leave no trace in the weights: the states differ, and so must the key."""
+    if family in ("timm", "torchvision"):
+        pytest.importorskip(family)
+    torch.manual_seed(0)
+    teacher = tiny_teacher(family, image_size=16)
+    images = torch.randn(2, 3, 16, 16)
+
+    def changed(**rules):
+        other = load_teacher(teacher.module)
+        for part in other.module.modules():
+            for name, rule in rules.items():
+                if isinstance(vars(part).get(name), int | float):
+                    setattr(part, name, rule(getattr(part, name)))
+        return other
+
+    def twice(value):
+        return 2 * value
+
+    def half(value):
+        return value // 2
+
+    others = [
+        changed(eps=lambda eps: 0.1),
+        changed(num_heads=twice, num_attention_heads=twice, head_dim=half, attention_head_size=half),
+    ]
+    before = teacher.trace(images).states[-1]
+    for other in others:
+        assert not torch.allclose(other.trace(images).states[-1], before, atol=1e-5)
+        assert other.checksum() == teacher.checksum()
+        assert settings(other.module) != settings(teacher.module)
+    assert settings(load_teacher(teacher.module).module) == settings(teacher.module)
+
+
+def test_activation_and_config_are_part_of_the_key_and_names_are_not(teacher, tmp_path):
+    config = copy.deepcopy(teacher.module.config)
+    config.hidden_act = "relu"
+    other = type(teacher.module)(config)
+    other.load_state_dict(teacher.module.state_dict())
+    assert load_teacher(other).checksum() == teacher.checksum()
+    assert settings(load_teacher(other).module) != settings(teacher.module)
+    teacher.module.save_pretrained(tmp_path)
+    assert settings(load_teacher(tmp_path).module) == settings(teacher.module)
 
 
 def test_a_folder_of_another_key_is_overwritten_not_used(teacher, train, tmp_path):

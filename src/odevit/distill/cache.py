@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from odevit.data import derive_seed, prepare
 from odevit.data.augment import MIXES, OPERATIONS, Augment, AugmentConfig
@@ -127,12 +127,42 @@ def describe(teacher: Teacher, train: Split, transform: Transform, tokens: str) 
     return {
         "format": FORMAT,
         "teacher": teacher.checksum(),
+        "settings": settings(teacher.module),
         "family": teacher.family,
         "patch_size": teacher.patch_size,
         "data": digest(train),
         "transform": json.loads(json.dumps(asdict(transform))),
         "tokens": tokens,
     }
+
+
+NAMES = {"training", "name_or_path", "transformers_version", "architectures", "dtype", "id2label", "label2id"}
+
+
+def settings(module: nn.Module) -> str:
+    """sha256 of what a model's answers depend on beside its tensors: heads, eps, activations and the like.
+
+    The plain attributes and the class of every submodule, and its config where it has one, without names and versions.
+    """
+    found = []
+    for name, part in module.named_modules():
+        plain = {key: _plain(value) for key, value in vars(part).items() if not key.startswith("_")}
+        config = getattr(part, "config", None)
+        plain["config"] = _plain(config.to_dict()) if hasattr(config, "to_dict") else None
+        found.append([name, type(part).__qualname__, {key: value for key, value in plain.items() if key not in NAMES}])
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and text as they are, functions by name, the same inside dictionaries and lists; None for the rest."""
+    if isinstance(value, dict):
+        kept = {str(key): item for key, item in value.items() if key not in NAMES and not str(key).startswith("_")}
+        return {key: _plain(item) for key, item in kept.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "__qualname__", None)
 
 
 def digest(split: Split) -> str:
