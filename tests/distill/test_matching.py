@@ -4,7 +4,15 @@ import pytest
 import torch
 from test_losses import tiny_student
 
-from odevit.distill.meeting import collocation_loss, match_steps, meeting_times, unroll, with_teacher_tokens
+from odevit.distill.meeting import (
+    collocation_legs,
+    collocation_loss,
+    match_steps,
+    meeting_times,
+    unroll,
+    with_teacher_tokens,
+)
+from odevit.model.solvers import Grid
 
 
 def uniform_times(depth):
@@ -18,7 +26,7 @@ def uniform_times(depth):
 def test_forcing_every_sample_starts_every_leg_at_the_teacher(num_fields):
     model = tiny_student(num_fields=num_fields, num_steps=6)
     images, states = torch.randn(2, 1, 8, 8), [torch.randn(2, 5, 16) for _ in range(4)]
-    pairs = match_steps(uniform_times(3), 6)
+    pairs = match_steps(uniform_times(3), Grid(6))
     assert pairs == [(1, 2), (2, 4), (3, 6)]
     path, evaluations = unroll(model, images, states, 6, pairs, forced=1.0)
     assert evaluations == 6
@@ -117,13 +125,43 @@ def test_collocation_estimates_the_sum_over_layers_with_one_evaluation_an_image(
     assert loss == pytest.approx(expected, rel=0.05)
 
 
-def test_a_leg_across_two_phases_belongs_to_the_field_that_starts_it():
-    model = tiny_student(num_fields=2, num_steps=2)
+def test_legs_are_split_where_another_field_takes_over():
+    """Two layers, three fields of one step each: the first leg, 2/3 of the time, is shared by two fields."""
+    legs = collocation_legs(uniform_times(2), Grid(3, 1.5, phases=3))
+    expected = [(0, 1, 1.0, 0.0, 0.5, 0), (0, 1, 1.0, 0.5, 0.5, 1), (1, 2, 0.5, 0.0, 1.0, 2)]
+    assert [tuple(leg) for leg in legs] == [pytest.approx(leg) for leg in expected]
+
+
+@pytest.mark.parametrize(("fields", "num_steps", "depth"), [(3, 3, 2), (2, 2, 1), (4, 6, 3), (3, 7, 4), (3, 4, 12)])
+def test_collocation_trains_every_field(fields, num_steps, depth):
+    legs = collocation_legs(uniform_times(depth), Grid(num_steps, phases=fields))
+    assert {leg.phase for leg in legs} == set(range(fields))
+    by_layer = {}
+    for leg in legs:
+        by_layer[leg.after] = by_layer.get(leg.after, 0) + leg.share
+    assert list(by_layer.values()) == pytest.approx([1] * min(depth, num_steps))
+    torch.manual_seed(0)
+    model = tiny_student(num_fields=fields, num_steps=num_steps)
+    model.config.meeting_times = uniform_times(depth)
+    states = [torch.randn(64, 5, 16) for _ in range(depth + 1)]
+    collocation_loss(model, states, torch.ones(depth, 5), num_steps).backward()
+    for field in model.odevit.fields:
+        assert all(parameter.grad is not None and parameter.grad.any() for parameter in field.parameters())
+
+
+def test_a_shared_leg_in_closed_form():
+    """Each field answers for the leg's velocity, where its part of the straight way begins, by its part of the time."""
+    model = tiny_student(num_fields=2, num_registers=0, num_steps=3).double()
     model.config.meeting_times = [1.0]
-    collocation_loss(model, [torch.randn(3, 5, 16), torch.randn(3, 5, 16)], torch.ones(1, 5), 2).backward()
-    first, second = model.odevit.fields
-    assert all(parameter.grad is not None for parameter in first.parameters())
-    assert all(parameter.grad is None for parameter in second.parameters())
+    start, end = torch.randn(2, 1, 5, 16, dtype=torch.double).expand(-1, 4000, -1, -1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        loss = float(collocation_loss(model, [start, end], torch.ones(1, 5).double(), 3))
+        expected = 0.0
+        for field, x in zip(model.odevit.fields, (start[:1], (start[:1] + end[:1]) / 2), strict=True):
+            squared = (field(x) - (end - start)[:1]).square().sum(-1)
+            expected += float(squared[:, 0].mean() + squared[:, 1:].mean()) / 2
+    assert loss == pytest.approx(expected, rel=0.02)
 
 
 def test_collocation_with_fewer_steps_than_layers_skips_layers():

@@ -6,8 +6,10 @@ A student's tokens are [CLS | M patches | R registers], a teacher's [CLS | M pat
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
@@ -48,13 +50,17 @@ def meeting_times(
     return [*times[:-1].tolist(), float(horizon)]
 
 
-def steps_per_layer(times: Sequence[float], num_steps: int) -> list[int]:
-    """Apportion num_steps ≥ D steps to the D layers by largest remainders, at least one step each."""
-    layers = len(times)
+def steps_per_layer(times: Sequence[float], grid: Grid) -> list[int]:
+    """Apportion the K ≥ D steps of a grid to the D layers by largest remainders, at least one step each.
+
+    A layer's quota is the steps that the grid makes between its times, parts of steps included.
+    """
+    layers, num_steps = len(times), grid.num_steps
     if num_steps < layers:
         raise ValueError(f"{layers} layers need at least {layers} steps to have one each, got {num_steps}")
-    starts = [0.0, *times[:-1]]
-    quotas = [(end - start) / times[-1] * num_steps for start, end in zip(starts, times, strict=True)]
+    knots = grid.times()
+    marks = np.interp([0.0, *_on(grid, times)], knots, range(num_steps + 1)).tolist()  # times counted in steps
+    quotas = [end - start for start, end in pairwise(marks)]
     seats = [max(1, int(quota)) for quota in quotas]
     while sum(seats) < num_steps:
         hungriest = max(range(layers), key=lambda layer: quotas[layer] - seats[layer])
@@ -65,28 +71,32 @@ def steps_per_layer(times: Sequence[float], num_steps: int) -> list[int]:
     return seats
 
 
-def match_steps(times: Sequence[float], num_steps: int) -> list[tuple[int, int]]:
+def _on(grid: Grid, times: Sequence[float]) -> list[float]:
+    """Times that end where the grid ends."""
+    return [grid.horizon * time / times[-1] for time in times]
+
+
+def match_steps(times: Sequence[float], grid: Grid) -> list[tuple[int, int]]:
     """Pairs (layer, step), both 1-based and strictly increasing, ending with (D, K).
 
-    With K ≥ D steps every layer has its pair. With fewer, every step is paired with the layer nearest in time.
+    With K ≥ D steps every layer has its pair. With fewer, every step is paired with the layer nearest in time. Steps
+    of a grid with several phases are not of one size: their times are the grid's.
     """
-    layers = len(times)
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    layers, num_steps = len(times), grid.num_steps
     if num_steps >= layers:
-        step, pairs = 0, []
-        for layer, count in enumerate(steps_per_layer(times, num_steps), start=1):
-            step += count
-            pairs.append((layer, step))
-        return pairs
-    pairs, previous = [], 0
-    for step in range(1, num_steps + 1):
+        return list(enumerate(accumulate(steps_per_layer(times, grid)), start=1))
+    pairs, previous, times = [], 0, _on(grid, times)
+    for step, goal in enumerate(grid.times()[1:], start=1):
         latest = layers - (num_steps - step)  # leave a layer for each step to come
-        goal = times[-1] * step / num_steps
         previous = min(range(previous + 1, latest + 1), key=lambda layer: abs(times[layer - 1] - goal))
         pairs.append((previous, step))
     pairs[-1] = (layers, num_steps)
     return pairs
+
+
+def grid_of(model: OdeViTForImageClassification, num_steps: int) -> Grid:
+    """The steps that this model makes."""
+    return Grid(num_steps, model.config.horizon, model.config.num_fields)
 
 
 def token_groups(num_patches: int) -> list[slice]:
@@ -112,8 +122,7 @@ def unroll(
     if not forced:
         solution = model.odevit.evolve(x, num_steps, solver, save_at="steps")
         return list(solution.xs.unbind(0)), max(solution.evaluations)
-    scheme = SOLVERS[solver or model.config.solver]
-    grid = Grid(num_steps, model.config.horizon, model.config.num_fields)
+    scheme, grid = SOLVERS[solver or model.config.solver], grid_of(model, num_steps)
     layer_at, path = {step: layer for layer, step in pairs}, [x]
     with parametrize.cached():  # capped matrices are computed once, not at every step
         for step, (phase, h) in enumerate(grid.steps(), start=1):
@@ -131,27 +140,51 @@ def with_teacher_tokens(x: Tensor, state: Tensor, num_patches: int) -> Tensor:
     return torch.cat([state[:, :count], x[:, count:]], dim=1)
 
 
+class Leg(NamedTuple):
+    """From one met layer to the next, or the part of that way that one field is in charge of."""
+
+    before: int  # layers, from 0
+    after: int
+    dt: float  # time between the two layers
+    begin: float  # where the part begins, as a share of the way
+    share: float  # of the time between the two layers
+    phase: int
+
+
+def collocation_legs(times: Sequence[float], grid: Grid) -> list[Leg]:
+    """The legs between met layers, split where another field takes over."""
+    knots, phases, legs = grid.times(), [phase for phase, _ in grid.steps()], []
+    for (before, first), (after, last) in pairwise([(0, 0), *match_steps(times, grid)]):
+        dt = knots[last] - knots[first]
+        for phase, steps in groupby(range(first, last), key=phases.__getitem__):
+            inside = list(steps)
+            start, end = knots[inside[0]], knots[inside[-1] + 1]
+            legs.append(Leg(before, after, dt, (start - knots[first]) / dt, (end - start) / dt, phase))
+    return legs
+
+
 def collocation_loss(
     model: OdeViTForImageClassification, states: list[Tensor], weights: Tensor, num_steps: int
 ) -> Tensor:
     """One evaluation per image: from a layer chosen at random, does h + Δt ψ(h) meet the next layer's state?
 
     states: D + 1 of (b, 1 + M + E, d); weights (D, 1 + M + E). Layers, Δt and the field in charge are those of the
-    student's own grid at `num_steps`, so that the unrolled stage goes on with the velocities learnt here. An unbiased
-    estimate of Σ_l w_l ‖error‖², summed over the width, with CLS, patches and (when E = R > 0) registers each a mean
-    over their tokens. Otherwise registers take their initial value: the teacher says nothing about them.
+    student's own grid at `num_steps`, so that the unrolled stage goes on with the velocities learnt here. On a leg that
+    several fields share, each is asked for the whole leg's velocity where its part of the straight way begins, and
+    counts by the time of its part. An unbiased estimate of Σ_l w_l ‖error‖², summed over the width, with CLS, patches
+    and (when E = R > 0) registers each a mean over their tokens. Otherwise registers take their initial value: the
+    teacher says nothing about them.
     """
     config, base, batch = model.config, model.odevit, states[0].shape[0]
-    grid = Grid(num_steps, config.horizon, config.num_fields)
-    times, phases = grid.times(), [phase for phase, _ in grid.steps()]
-    legs = list(pairwise([(0, 0), *match_steps(config.meeting_times, num_steps)]))
+    legs = collocation_legs(config.meeting_times, grid_of(model, num_steps))
     chosen = [legs[i] for i in torch.randint(len(legs), (batch,)).tolist()]
-    start = torch.stack([states[layer][i] for i, ((layer, _), _) in enumerate(chosen)])
-    end = torch.stack([states[layer][i] for i, (_, (layer, _)) in enumerate(chosen)])
-    weight = weights[[layer - 1 for _, (layer, _) in chosen]]  # (b, 1 + M + E)
-    dt = start.new_tensor([times[after] - times[before] for (_, before), (_, after) in chosen])
-    in_charge = torch.tensor([phases[before] for (_, before), _ in chosen], device=start.device)
+    before = torch.stack([states[leg.before][i] for i, leg in enumerate(chosen)])
+    after = torch.stack([states[leg.after][i] for i, leg in enumerate(chosen)])
+    dt, begin, share = before.new_tensor([[leg.dt, leg.begin, leg.share] for leg in chosen]).T[:, :, None, None]
+    weight = weights[[leg.after - 1 for leg in chosen]] * share[..., 0]  # (b, 1 + M + E)
+    in_charge = torch.tensor([leg.phase for leg in chosen], device=before.device)
 
+    start = before + begin * (after - before)
     fresh = torch.cat([start[:, : 1 + config.num_patches], base.registers.expand(batch, -1, -1)], dim=1)
     x = with_teacher_tokens(fresh, start, config.num_patches)  # (b, 1 + M + R, d)
     velocity = torch.zeros_like(x)
@@ -159,8 +192,8 @@ def collocation_loss(
         mine = (in_charge == phase).nonzero()[:, 0]
         if len(mine):
             velocity = velocity.index_copy(0, mine, vector_field(x[mine]).to(velocity.dtype))
-    shared = end.shape[1] if end.shape == x.shape else 1 + config.num_patches
-    moved = (x + dt[:, None, None] * velocity)[:, :shared]
-    error = weight[:, :shared] * (moved - end[:, :shared]).square().sum(dim=-1)  # (b, shared)
+    shared = after.shape[1] if after.shape == x.shape else 1 + config.num_patches
+    moved = before[:, :shared] + dt * velocity[:, :shared]
+    error = weight[:, :shared] * (moved - after[:, :shared]).square().sum(dim=-1)  # (b, shared)
     groups = [error[:, tokens] for tokens in token_groups(config.num_patches)]
     return torch.stack([group.mean() for group in groups if group.shape[1]]).sum() * len(legs)

@@ -18,7 +18,15 @@ from torch import Tensor
 from odevit.data import Data, derive_seed
 from odevit.distill.cache import TrajectoryCache, Transform, open_cache
 from odevit.distill.losses import LOSSES, Meeting
-from odevit.distill.meeting import PLACEMENTS, collocation_loss, match_steps, meeting_times, token_groups, unroll
+from odevit.distill.meeting import (
+    PLACEMENTS,
+    collocation_loss,
+    grid_of,
+    match_steps,
+    meeting_times,
+    token_groups,
+    unroll,
+)
 from odevit.distill.student import student_of
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import SOLVERS
@@ -242,7 +250,7 @@ class Distillation:
         weights = self.weights.to(images.device)
         if not unrolled:
             return Terms({"collocation": collocation_loss(model, trace.states, weights, num_steps)}, None, 1)
-        pairs = match_steps(model.config.meeting_times, num_steps)
+        pairs = match_steps(model.config.meeting_times, grid_of(model, num_steps))
         path, evaluations = unroll(
             model, images, trace.states, num_steps, pairs, self.forced(progress), integration.solver
         )
