@@ -147,7 +147,7 @@ def settings(module: nn.Module) -> str:
     found = []
     for name, part in module.named_modules():
         plain = {key: _plain(value) for key, value in vars(part).items() if not key.startswith("_")}
-        config = getattr(part, "config", None)
+        config: Any = getattr(part, "config", None)
         plain["config"] = _plain(config.to_dict()) if hasattr(config, "to_dict") else None
         found.append([name, type(part).__qualname__, {key: value for key, value in plain.items() if key not in NAMES}])
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
