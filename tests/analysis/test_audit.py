@@ -1,7 +1,6 @@
-"""Audit: paths made by known fields, the dynamic programme against brute force, and every teacher family."""
+"""Audit: paths made by known fields, phases that a student has, and every teacher family."""
 
 import json
-from itertools import combinations
 
 import pytest
 import torch
@@ -10,16 +9,18 @@ from torch import Tensor
 from odevit.analysis.audit import audit, euler_error, path_shape, suggested_steps
 from odevit.analysis.tied_field import (
     Sample,
-    best_phases,
     constant_residual,
-    fit_segments,
+    fit_runs,
     phase_fits,
+    phase_runs,
     ridge_regression,
     row_weights,
     sample_tokens,
     split_images,
     suggested_fields,
 )
+from odevit.model.config import OdeViTConfig
+from odevit.model.model import OdeViTForImageClassification
 from odevit.teachers.teacher import TEACHERS, Teacher, tiny_teacher
 
 DEPTH, WIDTH = 6, 5
@@ -43,7 +44,7 @@ def flow(fields: list[tuple[Tensor, Tensor]], images: int = 100, tokens: int = 6
 
 
 def audited(states: Tensor) -> list:
-    return phase_fits(fit_segments(sample_tokens(states)))
+    return phase_fits(fit_runs(sample_tokens(states)))
 
 
 def test_one_autonomous_field_needs_one_field() -> None:
@@ -53,13 +54,50 @@ def test_one_autonomous_field_needs_one_field() -> None:
     assert suggested_fields(fits, 0.1) == 1
 
 
-@pytest.mark.parametrize("switch", [2, 3, 5])
-def test_two_fields_are_found_with_their_switch(switch: int) -> None:
-    fits = audited(flow([linear_field(0)] * switch + [linear_field(1)] * (DEPTH - switch)))
+@pytest.mark.parametrize(("depth", "switch"), [(6, 3), (5, 3), (2, 1)])
+def test_two_fields_are_found(depth: int, switch: int) -> None:
+    fits = audited(flow([linear_field(0)] * switch + [linear_field(1)] * (depth - switch)))
     assert fits[0].residual > 0.2
     assert fits[1].residual < 1e-6
     assert fits[1].starts == [1, switch + 1]  # layers count from 1
     assert suggested_fields(fits, 0.1) == 2
+
+
+def test_a_border_that_no_student_has_is_not_credited() -> None:
+    """The field changes after 1 of 6 layers: two equal phases of three layers cannot follow, six of one can."""
+    fits = audited(flow([linear_field(0)] + [linear_field(1)] * 5))
+    assert fits[1].starts == [1, 4]
+    assert fits[1].residual > 0.05
+    assert fits[5].residual < 1e-6
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 6, 12])
+def test_phases_are_those_that_a_student_has(depth: int) -> None:
+    """Which field makes which step of a model with a step per layer, seen by hooks."""
+    seen: list[int] = []
+    for fields in sorted({1, 2, 3, 5, depth} & set(range(1, depth + 1))):
+        sizes = dict(image_size=4, patch_size=4, num_channels=1, hidden_size=4, num_attention_heads=1, mlp_ratio=1)
+        model = OdeViTForImageClassification(OdeViTConfig(**sizes, num_steps=depth, num_fields=fields, num_labels=2))
+        seen.clear()
+        for index, field in enumerate(model.odevit.fields):
+            field.register_forward_pre_hook(lambda field, args, index=index: seen.append(index))
+        model(torch.zeros(1, 1, 4, 4))
+        runs = phase_runs(depth, fields)
+        assert [phase for phase, (first, last) in enumerate(runs) for _ in range(first, last + 1)] == seen
+        assert [run[0] for run in runs] == [0, *(run[1] + 1 for run in runs[:-1])]
+
+
+def test_images_sorted_by_class_are_explained_as_well_as_shuffled_ones() -> None:
+    """Ten clusters, each with a velocity of its own: who fits the first six cannot judge the last two."""
+    torch.manual_seed(0)
+    classes = torch.arange(10).repeat_interleave(20)
+    x = 3 * torch.nn.functional.one_hot(classes, 12).double()[:, None] + 0.1 * torch.randn(200, 4, 12)
+    velocity = torch.randn(10, 1, 12, dtype=torch.float64)[classes]
+    states = torch.stack([x + layer * velocity / 3 for layer in range(4)])
+    by_class = audited(states)
+    shuffled = audited(states[:, torch.randperm(200)])
+    assert shuffled[0].residual < 0.05
+    assert by_class[0].residual < 0.05
 
 
 def test_a_field_per_layer_is_needed_when_all_differ() -> None:
@@ -80,24 +118,27 @@ def test_pure_noise_is_not_explained_on_held_out_images() -> None:
     assert fits[-1].residual > 0.6
 
 
-def test_parts_of_the_images_are_disjoint_and_complete() -> None:
+def test_parts_of_the_images_are_disjoint_complete_and_shuffled() -> None:
     for count in (5, 6, 11, 100):
-        rows = [list(range(count))[part] for part in split_images(count)]
+        rows = [part.tolist() for part in split_images(count)]
         assert all(rows)
-        assert [row for part in rows for row in part] == list(range(count))
+        assert sorted(row for part in rows for row in part) == list(range(count))
+    assert all(min(part) < 30 and max(part) >= 70 for part in rows)
+    assert [part.tolist() for part in split_images(100)] == rows
+    assert [part.tolist() for part in split_images(100, seed=1)] != rows
     with pytest.raises(ValueError, match="at least 5 images"):
         split_images(4)
 
 
 def test_judged_images_never_reach_the_fit() -> None:
-    """Spoiling the judging images changes their residual, and nothing that was chosen."""
+    """Spoiling the judging images where the last layer ends leaves the fit, and so the other layers, as it was."""
     states = flow([linear_field(0)] * 2 + [linear_field(1)] * 2)
     sample = sample_tokens(states)
     spoilt = Sample(sample.tokens.clone(), sample.context)
-    spoilt.tokens[-1, split_images(100)[2]] += 3
-    before, after = fit_segments(sample), fit_segments(spoilt)
-    assert torch.equal(before.chosen, after.chosen)
-    assert after.judged[0, 3, 3].min() > before.judged[0, 3, 3].max() + 0.05
+    spoilt.tokens[-1, split_images(100)[2]] += 3  # the end of the last layer
+    before, after = fit_runs(sample), fit_runs(spoilt)
+    assert torch.equal(before[0, 3][:3], after[0, 3][:3])
+    assert after[0, 3][3].min() > before[0, 3][3].max() + 0.05
 
 
 def test_ridge_regression_solves_the_normal_equations() -> None:
@@ -139,20 +180,6 @@ def test_sampled_tokens() -> None:
     assert sample_tokens(states, patches=99).tokens.shape == (2, 3, 5, 1)
     with pytest.raises(ValueError, match="states must have shape"):
         sample_tokens(states[0])
-
-
-@pytest.mark.parametrize("phases", [1, 2, 3, 4, 6])
-def test_the_dynamic_programme_is_as_good_as_brute_force(phases: int) -> None:
-    torch.manual_seed(phases)
-    cost = torch.rand(6, 6, dtype=torch.float64)
-
-    def total(starts: tuple[int, ...]) -> float:
-        return sum(float(cost[a, b - 1]) for a, b in zip(starts, (*starts[1:], 6), strict=True))
-
-    best = min(((0, *rest) for rest in combinations(range(1, 6), phases - 1)), key=total)
-    assert best_phases(cost, phases) == list(best)
-    with pytest.raises(ValueError, match="can be cut into"):
-        best_phases(cost, 7)
 
 
 def test_a_straight_line_has_no_curvature() -> None:
@@ -222,7 +249,7 @@ def test_verdict_of_one_and_of_two_fields(depth: int) -> None:
     assert verdict.value["suggested_fields"] == 1
     assert "num_fields = 1" in verdict.text
     if depth > 1:
-        half = depth // 2
+        half = (depth + 1) // 2
         teacher = Blocks(flow([linear_field(0)] * half + [linear_field(1)] * (depth - half)))
         verdict = next(iter(audit(teacher, torch.zeros(100, 1))))
         assert verdict.value["suggested_fields"] == 2

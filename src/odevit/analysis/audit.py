@@ -17,7 +17,7 @@ from odevit.analysis.tied_field import (
     PhaseFit,
     Sample,
     constant_residual,
-    fit_segments,
+    fit_runs,
     phase_fits,
     sample_tokens,
     suggested_fields,
@@ -98,11 +98,10 @@ def audit(
     """Findings about a teacher from prepared images (N, c, S, S): 1,000 judge CLS well, 5 are the least."""
     sample = teacher_sample(teacher, images, batch_size=batch_size, seed=seed, progress=progress)
     shapes = {"CLS": path_shape(sample.tokens[:, :, 0]), "patches": path_shape(sample.tokens[:, :, 1:])}
-    segments = fit_segments(sample, seed=seed, progress=lambda done, total: progress("tied field", done, total))
-    fits = phase_fits(segments)
+    fits = phase_fits(fit_runs(sample, seed=seed, progress=lambda done, total: progress("tied field", done, total)))
     fields = suggested_fields(fits, FIELD_TOLERANCE)
     steps = max(suggested_steps(shape) for shape in shapes.values())
-    yield verdict_finding(fits, fields, steps, shapes, len(images), 1 - constant_residual(sample))
+    yield verdict_finding(fits, fields, steps, shapes, len(images), 1 - constant_residual(sample, seed=seed))
     yield fields_finding(fits, fields)
     yield shape_finding(shapes)
     yield steps_finding(shapes, steps)
@@ -225,7 +224,7 @@ def fields_figure(fits: list[PhaseFit], fields: int) -> "Figure":
         for index, (key, name) in enumerate((("residual_cls", "CLS"), ("residual_patches", "patches"))):
             left.plot(layers, [getattr(fit, key) for fit in fits], "o-", color=color(index), label=name)
         left.axvline(fields, color=MUTED, linewidth=1, linestyle="--")
-        left.set(xlabel="number of fields", ylabel="unexplained share", title="k fields, best boundaries")
+        left.set(xlabel="number of fields", ylabel="unexplained share", title="k fields, equal phases")
         for index, count in enumerate(shown):
             fit = fits[count - 1]
             name = "one field per layer" if count == depth else "one field" if count == 1 else f"{count} fields"

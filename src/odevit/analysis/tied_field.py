@@ -3,11 +3,12 @@
 The states h_0 … h_D of a teacher give pairs (h_{l-1}, Δ_l = h_l - h_{l-1}). One autonomous field means ONE function of
 the state that gives Δ_l whatever the layer l. The class of functions tried here is linear in fixed features of a token
 and of the mean token (its context): both as they are, the token rescaled to unit size, and random GELU features of the
-rescaled two. Every contiguous run of layers gets its own ridge regression on the same features, so that the only
-difference between one field, k fields and one field per layer is how many layers share a regression.
+rescaled two. Every phase gets its own ridge regression on the same features, so that the only difference between one
+field, k fields and one field per layer is how many layers share a regression. Phases are those that a student with k
+fields and a step per layer has: see `phase_runs`.
 
-Honest by images: regressions are fitted on the first part of them, ridge strength and phase boundaries are chosen on
-the second, and residuals are reported on the third.
+Honest by images: they are shuffled (data often come sorted by class), regressions are fitted on the first part of them,
+ridge strengths are chosen on the second, and residuals are reported on the third.
 
 Shapes: D layers, N images, n tokens (CLS first), m sampled tokens, d width, r directions, p features.
 """
@@ -19,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu
+
+from odevit.model.solvers import Grid
 
 MAX_DIRECTIONS = 192  # features see this many principal directions: the width of a DeiT-tiny, so that p stays below 900
 RANDOM_FEATURES = 256
@@ -96,32 +99,35 @@ def _unit(x: Tensor) -> Tensor:
     return x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)
 
 
-class SegmentFits(NamedTuple):
-    """One regression for every run of layers first … last (0-based, both included)."""
-
-    chosen: Tensor  # (D, D): unexplained shares summed over the run, on the choosing images; infinite for last < first
-    judged: Tensor  # (D, D, D, 2): [first, last, layer]: unexplained share of CLS and of the others, on judging images
+Run = tuple[int, int]  # layers first … last, 0-based, both included
 
 
-def split_images(count: int) -> tuple[slice, slice, slice]:
-    """To fit, to choose, to judge."""
+def phase_runs(depth: int, fields: int) -> list[Run]:
+    """The layers of each phase of a student with `fields` fields and one step per layer of its teacher."""
+    phases = [phase for phase, _ in Grid(depth, phases=fields).steps()]
+    return [(phases.index(phase), depth - 1 - phases[::-1].index(phase)) for phase in range(fields)]
+
+
+def split_images(count: int, seed: int = 0) -> list[Tensor]:
+    """Shuffled rows to fit, to choose, to judge."""
     if count < 5:
         raise ValueError(f"at least 5 images are needed to fit, choose and judge on different ones; got {count}")
     fit, choose = int(FIT_SHARE * count), max(1, int(CHOOSE_SHARE * count))
-    return slice(0, fit), slice(fit, fit + choose), slice(fit + choose, count)
+    rows = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return list(rows.split([fit, choose, count - fit - choose]))
 
 
-def fit_segments(sample: Sample, *, seed: int = 0, progress: Callable[[int, int], None] | None = None) -> SegmentFits:
-    """Ridge regressions for all D (D+1) / 2 runs of layers."""
-    slices = split_images(sample.context.shape[1])
-    parts = [Sample(sample.tokens[:, part], sample.context[:, part]) for part in slices]
+def fit_runs(sample: Sample, *, seed: int = 0, progress: Callable[[int, int], None] | None = None) -> dict[Run, Tensor]:
+    """A ridge regression for every phase of 1 … D fields. Its unexplained shares (layers, 2) of CLS and of the others,
+    on the judging images."""
+    rows = split_images(sample.context.shape[1], seed)
+    parts = [Sample(sample.tokens[:, part], sample.context[:, part]) for part in rows]
     feature_map = FeatureMap(parts[0], seed)
     fit, choose, judge = (_pairs(feature_map, part) for part in parts)
     fitting, choosing = _moments(fit), _moments(choose)
     depth = len(fit.increments)
-    chosen = torch.full((depth, depth), torch.inf, dtype=torch.float64)
-    judged = torch.full((depth, depth, depth, 2), torch.nan, dtype=torch.float64)
-    runs = [(first, last) for first in range(depth) for last in range(first, depth)]
+    runs = sorted({run for fields in range(1, depth + 1) for run in phase_runs(depth, fields)})
+    judged = {}
     for done, (first, last) in enumerate(runs, start=1):
         layers = slice(first, last + 1)
         gram, moment, _ = (moments[layers].sum(dim=0) for moments in fitting)
@@ -129,11 +135,10 @@ def fit_segments(sample: Sample, *, seed: int = 0, progress: Callable[[int, int]
         gram, moment, energy = (moments[layers].sum(dim=0) for moments in choosing)
         costs = [float(energy - 2 * (w * moment).sum() + (w * (gram @ w)).sum()) for w in fits]
         best = min(range(len(RIDGES)), key=costs.__getitem__)
-        chosen[first, last] = costs[best]
-        judged[first, last, layers] = unexplained(judge, layers, fits[best]).cpu()
+        judged[first, last] = unexplained(judge, layers, fits[best]).cpu()
         if progress is not None:
             progress(done, len(runs))
-    return SegmentFits(chosen, judged)
+    return judged
 
 
 def _pairs(feature_map: FeatureMap, part: Sample) -> Pairs:
@@ -148,12 +153,12 @@ def _moments(pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
     return weighted.mT @ pairs.features.flatten(1, 2), weighted.mT @ pairs.increments.flatten(1, 2), energy
 
 
-def constant_residual(sample: Sample) -> float:
+def constant_residual(sample: Sample, *, seed: int = 0) -> float:
     """What is left when every layer moves all images alike, by its mean increment of CLS and of the other tokens.
 
     No field of the state: the share above which a field knows something about the image.
     """
-    fit, _, judge = split_images(sample.context.shape[1])
+    fit, _, judge = split_images(sample.context.shape[1], seed)
     increments = sample.tokens.double().diff(dim=0)  # (D, N, m, d)
     seen, held = increments[:, fit], increments[:, judge]
     means = [seen[:, :, :1].mean(dim=(1, 2)), seen[:, :, 1:].mean(dim=(1, 2))]
@@ -177,35 +182,9 @@ def unexplained(pairs: Pairs, layers: slice, coefficients: Tensor) -> Tensor:
     return 2 * torch.stack([shares[:, 0], shares[:, 1:].sum(dim=1)], dim=1)
 
 
-def best_phases(cost: Tensor, phases: int) -> list[int]:
-    """First layers (0-based) of the `phases` runs that cover all D layers at the least sum of costs (D, D).
-
-    Dynamic programme: the best cover of layers 0 … last with k runs ends in one run, preceded by a best cover.
-    """
-    depth = len(cost)
-    if not 1 <= phases <= depth:
-        raise ValueError(f"{depth} layers can be cut into 1 … {depth} phases, got {phases}")
-    best = [[float(cost[0, last]) for last in range(depth)]]
-    cuts: list[list[int]] = []
-    for _ in range(1, phases):
-        totals, firsts = [], []
-        for last in range(depth):
-            options = [(best[-1][first - 1] + float(cost[first, last]), first) for first in range(1, last + 1)]
-            total, first = min(options, default=(float("inf"), 0))
-            totals.append(total)
-            firsts.append(first)
-        best.append(totals)
-        cuts.append(firsts)
-    starts, last = [], depth - 1
-    for firsts in reversed(cuts):
-        starts.append(firsts[last])
-        last = firsts[last] - 1
-    return [0, *reversed(starts)]
-
-
 @dataclass
 class PhaseFit:
-    """k fields with the best boundaries; shares of movement left unexplained on images that chose nothing."""
+    """k fields; shares of movement left unexplained on images that chose nothing."""
 
     fields: int
     starts: list[int]  # first layer of every phase, counted from 1
@@ -215,18 +194,16 @@ class PhaseFit:
     per_layer: list[float]
 
 
-def phase_fits(fits: SegmentFits) -> list[PhaseFit]:
-    """The best division into k = 1 … D phases; the last is one field per layer."""
-    depth = len(fits.chosen)
+def phase_fits(judged: dict[Run, Tensor]) -> list[PhaseFit]:
+    """What k = 1 … D fields leave unexplained; the last is one field per layer."""
+    depth = 1 + max(last for _, last in judged)
     results = []
     for fields in range(1, depth + 1):
-        starts = best_phases(fits.chosen, fields)
-        ends = [*starts[1:], depth]
-        pieces = [fits.judged[a, b - 1, a:b] for a, b in zip(starts, ends, strict=True)]
-        shares = torch.cat(pieces)  # (D, 2)
+        runs = phase_runs(depth, fields)
+        shares = torch.cat([judged[run] for run in runs])  # (D, 2)
         cls, patches = shares.mean(dim=0).tolist()
-        per_layer = shares.mean(dim=1).tolist()
-        results.append(PhaseFit(fields, [s + 1 for s in starts], shares.mean().item(), cls, patches, per_layer))
+        starts, per_layer = [first + 1 for first, _ in runs], shares.mean(dim=1).tolist()
+        results.append(PhaseFit(fields, starts, shares.mean().item(), cls, patches, per_layer))
     return results
 
 
