@@ -141,7 +141,8 @@ def test_prepare_resizes_and_normalises():
     out = prepare(images, 16, [0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
     assert out.shape == (2, 3, 16, 16)
     assert torch.allclose(out[0, :, 5, 5], torch.tensor([0.2, 0.0, -0.2]), atol=1e-5)
-    assert torch.equal(prepare(images.float() / 255, 16, [0.1, 0.2, 0.3], [0.5, 0.5, 0.5]), out)
+    as_floats = prepare(images.float() / 255, 16, [0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
+    torch.testing.assert_close(as_floats, out, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

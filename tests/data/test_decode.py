@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from odevit.data import decode
-from odevit.data.decode import CorruptImageError, find_images, read_image, read_pixels
+from odevit.data.decode import CorruptImageError, Frame, find_images, read_image, read_pixels
 
 
 def scene(width=6, height=4):
@@ -48,7 +48,7 @@ def ramp16():
 def test_colours_survive_every_kind_of_file(data, tolerance):
     expected = np.asarray(scene()).transpose(2, 0, 1).astype(int)
     assert np.abs(read_pixels(data, 3, None).astype(int) - expected).max() <= tolerance
-    assert read_pixels(data, 1, 4).shape == (1, 4, 4)
+    assert read_pixels(data, 1, Frame.middle(4)).shape == (1, 4, 4)
 
 
 def test_palettes_with_transparency_keep_their_colours():
@@ -86,7 +86,7 @@ def test_damaged_exif_beside_good_pixels_is_ignored():
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 5000), (5000, 1), (3, 7)])
 def test_every_shape_becomes_a_square(size):
-    pixels = read_pixels(encoded(Image.new("RGB", size, (10, 200, 30))), 3, 32)
+    pixels = read_pixels(encoded(Image.new("RGB", size, (10, 200, 30))), 3, Frame.middle(32))
     assert pixels.shape == (3, 32, 32)
     assert (pixels == np.array([10, 200, 30], np.uint8)[:, None, None]).all()
 
@@ -94,13 +94,13 @@ def test_every_shape_becomes_a_square(size):
 def test_the_square_is_cut_from_the_centre():
     image = Image.new("L", (300, 4), 0)
     image.paste(255, (140, 0, 160, 4))
-    assert (read_pixels(encoded(image), 1, 4) == 255).all()
+    assert (read_pixels(encoded(image), 1, Frame.middle(4)) == 255).all()
 
 
 def test_a_hundred_megapixels_are_read():
     data = encoded(Image.new("1", (10_000, 10_000), 1), "TIFF", compression="group4")
     with pytest.warns(Image.DecompressionBombWarning):
-        assert (read_pixels(data, 1, 8) == 255).all()
+        assert (read_pixels(data, 1, Frame.middle(8)) == 255).all()
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -112,7 +112,7 @@ def test_decompression_bombs_are_refused_from_their_header(side):
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100))
     with pytest.raises(CorruptImageError, match=r"bomb\.png \(.*pixels"):
-        read_pixels(bomb, 3, 8, "bomb.png")
+        read_pixels(bomb, 3, Frame.middle(8), "bomb.png")
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def test_what_cannot_be_read_is_named_with_its_reason(data, reason, tmp_path):
     file = tmp_path / "odd.png"
     file.write_bytes(data)
     with pytest.raises(CorruptImageError, match=rf"odd\.png \(.*{reason}"):
-        read_image(str(file), 3, 8)
+        read_image(str(file), 3, Frame.middle(8))
 
 
 def test_a_model_of_five_channels_cannot_see_pictures():
     with pytest.raises(CorruptImageError, match="1 or 3 channels, the model takes 5"):
-        read_pixels(encoded(scene()), 5, 8)
+        read_pixels(encoded(scene()), 5, Frame.middle(8))
 
 
 def test_files_folders_globs_and_standard_input_are_found(tmp_path, monkeypatch):
@@ -153,6 +153,6 @@ def test_files_folders_globs_and_standard_input_are_found(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=r"empty holds no images \(known kinds: .bmp"):
         found(tmp_path / "empty")
     with pytest.raises(CorruptImageError, match="no such file"):
-        read_image(str(tmp_path / "gone.png"), 3, 8)
+        read_image(str(tmp_path / "gone.png"), 3, Frame.middle(8))
     monkeypatch.setattr(decode.sys, "stdin", type("Input", (), {"buffer": io.BytesIO(encoded(scene()))}))
-    assert read_image("-", 3, 4).shape == (3, 4, 4)
+    assert read_image("-", 3, Frame.middle(4)).shape == (3, 4, 4)

@@ -189,7 +189,7 @@ def test_every_path_loads_at_another_image_size(load, saved):
     other.save_pretrained(folder / "again")
     again = type(other).from_pretrained(folder / "again")
     assert json.loads((folder / "again" / "config.json").read_text())["image_size"] == 24
-    assert AutoImageProcessor.from_pretrained(folder / "again").size == {"height": 24, "width": 24}
+    assert AutoImageProcessor.from_pretrained(folder / "again").crop_size == {"height": 24, "width": 24}
     assert same_weights(other, again)
 
 
@@ -251,7 +251,8 @@ def test_the_processor_resizes_and_normalises_as_the_config_says(saved):
     processor = AutoImageProcessor.from_pretrained(folder)
     assert type(processor) is type(model.image_processor())
     assert processor.to_dict() == model.image_processor().to_dict()
-    pixels = np.asarray(picture().resize((16, 16), Image.Resampling.BICUBIC), dtype=np.float32) / 255
+    middle = picture().resize((19, 16), Image.Resampling.BICUBIC).crop((1, 0, 17, 16))  # 24 × 20, not squashed
+    pixels = np.asarray(middle, dtype=np.float32) / 255
     expected = (pixels - [0.4, 0.5, 0.6]) / [0.2, 0.3, 0.25]
     result = processor(picture(), return_tensors="pt").pixel_values
     assert torch.allclose(result[0].permute(1, 2, 0), torch.tensor(expected, dtype=torch.float32), atol=1e-5)

@@ -76,6 +76,11 @@ class Study:
             yield self.images[start:stop], self.labels[start:stop]
             self.progress(what, stop, total)
 
+    def for_teacher(self, images: Tensor) -> Tensor:
+        """The images of `study.images`, normalised as the teacher wants them."""
+        assert self.teacher is not None
+        return self.teacher.renormalise(images, self.model.config)
+
     def settings(self, analysis: str, **defaults: Any) -> dict[str, Any]:
         """The analysis' own settings: its defaults, replaced by what `options` says."""
         given = self.options.get(analysis, {})

@@ -146,7 +146,7 @@ def _teacher_maps(study: Study, images: Tensor) -> Tensor | None:
     """CLS row of the teacher's last block as distributions (b, h, M), or None."""
     if study.teacher is None:
         return None
-    row = study.teacher.trace(images, attention=True).attention
+    row = study.teacher.trace(study.for_teacher(images), attention=True).attention
     return None if row is None else row / row.sum(dim=-1, keepdim=True)
 
 

@@ -54,6 +54,8 @@ def agreement(
 ) -> dict[str, Any]:
     """How often the student gives the teacher's answer (observed), and how often it must (certified).
 
+    images (N, c, S, S) are normalised for the student; the teacher gets them in its own normalisation.
+
     Returns observed (a share), certified (a share, or None where the two do not read the state in the same way), note
     (why not, or how the teacher was read; else empty), and per image: student_answers, teacher_answers, and, with a
     certificate, distances ‖norm(CLS_student) - norm(CLS_teacher)‖, radii r(c_teacher) and certified_images; with labels
@@ -85,7 +87,7 @@ def _compare(student: Any, teacher: Any, parts: Any, images: Tensor) -> tuple[di
     """Answers of one batch, with distances and radii where both read the state alike; and a note."""
     state = student.odevit.evolve(student.odevit.embed(images)).xs[-1]  # (b, n, d)
     read_out = student.read_out(state).double()  # (b, d)
-    trace = teacher.trace(images)
+    trace = teacher.trace(teacher.renormalise(images, student.config))
     target = trace.states[-1][:, 0]  # (b, d')
     mine = linear(read_out, student.classifier.weight.double(), student.classifier.bias.double())
     theirs, note = _same_reading(student, parts, target, trace.logits)

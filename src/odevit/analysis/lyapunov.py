@@ -117,7 +117,7 @@ def run(study: Study) -> Iterator[Finding]:
         _bubbles(rows),
     )
     if study.teacher is not None:
-        images = study.images[:TEACHER_IMAGES]
+        images = study.for_teacher(study.images[:TEACHER_IMAGES])
         values = teacher_exponents(study.teacher, images, 1, batch_size=study.batch_size, seed=study.seed)[:, 0].cpu()
         positive = float(mean(values > 0))
         yield Finding(

@@ -78,7 +78,7 @@ def _teacher_accuracy(study: Study, chosen: torch.Tensor) -> float | None:
         return None
     right = 0
     for part in chosen.split(study.batch_size):
-        logits = study.teacher.trace(study.images[part]).logits
+        logits = study.teacher.trace(study.for_teacher(study.images[part])).logits
         if logits is None:
             return None
         right += int((logits.argmax(dim=1) == study.labels[part]).sum())

@@ -72,7 +72,7 @@ def cls_paths(study: Study, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
         states = base.evolve(base.embed(images), save_at="steps").xs  # (K + 1, b, n, d)
         student.append(states[:, :, 0].transpose(0, 1).double().cpu())
         if study.teacher is not None:
-            trace = study.teacher.trace(images)
+            trace = study.teacher.trace(study.for_teacher(images))
             teacher.append(torch.stack([state[:, 0] for state in trace.states], dim=1).double().cpu())
         study.progress("trajectory", min(done * study.batch_size, len(chosen)), len(chosen))
     return torch.cat(student), torch.cat(teacher) if teacher else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from odevit.commands.console import check_output
 from odevit.data.decode import CorruptImageError, find_images, read_image
-from odevit.training.classifiers import load_classifier
+from odevit.training.classifiers import load_classifier, own_frame
 from odevit.training.evaluation import model_input
 
 BATCH = 64  # images decoded and answered at once
@@ -95,11 +95,11 @@ def predictions(
 
 def read_all(network: Any, names: Sequence[str]) -> Iterator[np.ndarray | CorruptImageError]:
     """Pixels (c, S, S) of every file, or the error that names it."""
-    channels, size = getattr(network.config, "num_channels", 3), network.config.image_size
+    channels, frame = getattr(network.config, "num_channels", 3), own_frame(network)
 
     def read(name: str) -> np.ndarray | CorruptImageError:
         try:
-            return read_image(name, channels, size)
+            return read_image(name, channels, frame)
         except CorruptImageError as error:
             return error
 

@@ -10,13 +10,13 @@ import torch
 from odevit.analysis import Study, run_analyses
 from odevit.analysis.report import write_report
 from odevit.data import Data, DataConfig, Split, load_data
-from odevit.training.classifiers import adapt_to_data, load_odevit
+from odevit.training.classifiers import adapt_to_data, load_odevit, own_frame
 from odevit.training.evaluation import model_input
 
 
 def load_data_for(model: Any, name: str, limit: int | None = None) -> Data:
     """A data set as the model takes it; a wrong number of classes or channels is an error."""
-    data = load_data(DataConfig(name=name, image_size=model.config.image_size, limit=limit))
+    data = load_data(DataConfig(name=name, image_size=model.config.image_size, limit=limit), own_frame(model))
     adapt_to_data(model, data)
     return data
 
@@ -92,7 +92,7 @@ def audit(
     from odevit.teachers.teacher import load_teacher
 
     network = load_teacher(teacher, image_size=image_size)
-    loaded = load_data(DataConfig(name=data, image_size=network.image_size))
+    loaded = load_data(DataConfig(name=data, image_size=network.image_size), network.frame)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randperm(len(loaded.train), generator=generator)[:max_images].sort().values
     images = prepare(

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from odevit.data.decode import Frame
 from odevit.data.sources import Table, open_tables
 from odevit.data.splits import MemorySplit, Split, read_splits
 
@@ -80,8 +81,13 @@ class Batch(NamedTuple):
     total: int
 
 
-def load_data(config: DataConfig) -> Data:
-    """Open, check, split and (when it fits in memory) decode a data set. Every fault is found here, before step one."""
+def load_data(config: DataConfig, frame: Frame | None = None) -> Data:
+    """Open, check, split and (when it fits in memory) decode a data set. Every fault is found here, before step one.
+
+    frame: how pictures become squares of `config.image_size`; default: shorter side resized to it, the centre cut out.
+    """
+    if frame is None and config.image_size is not None:
+        frame = Frame.middle(config.image_size)
     splits: dict[str, Split]
     if config.name == "digits":
         splits, class_names = _load_digits(config)
@@ -95,7 +101,7 @@ def load_data(config: DataConfig) -> Data:
             tables = {name: t.select(_limited(len(t), config.limit, config.seed)) for name, t in tables.items()}
         splits = read_splits(
             tables,
-            image_size=config.image_size,
+            frame=frame,
             strict=config.strict,
             memory_limit_mb=config.memory_limit_mb,
             workers=config.workers,
@@ -187,10 +193,16 @@ def batches(
 
 
 def prepare(images: Tensor, image_size: int | None, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """uint8 0..255 or float 0..1 (b, c, H, W) → float (b, c, S, S): resized when sizes differ, then normalised."""
-    images = images if images.is_floating_point() else images.float() / 255
+    """uint8 0..255 or float 0..1 (b, c, H, W) → float (b, c, S, S): resized when sizes differ, then normalised.
+
+    Bytes are resized as bytes: on a CPU that gives the pixels which PIL gives in the image processor.
+    """
     if image_size is not None and images.shape[-2:] != (image_size, image_size):
-        images = nnf.interpolate(images, size=(image_size, image_size), mode="bicubic", antialias=True).clamp(0, 1)
+        bytewise = images.dtype == torch.uint8 and images.device.type == "cpu"  # other devices cannot
+        images = images if bytewise or images.is_floating_point() else images.float() / 255
+        images = nnf.interpolate(images, size=(image_size, image_size), mode="bicubic", antialias=True)
+        images = images if bytewise else images.clamp(0, 1)
+    images = images if images.is_floating_point() else images.float() / 255
     center = torch.tensor(mean, dtype=images.dtype, device=images.device).view(-1, 1, 1)
     scale = torch.tensor(std, dtype=images.dtype, device=images.device).view(-1, 1, 1)
     return (images - center) / scale

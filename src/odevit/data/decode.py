@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,59 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".ti
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # PIL tries these only: twice as fast as all 40
 MAX_PIXELS = 150_000_000  # half a gigabyte of RGB; larger ones are refused before a pixel is decoded
 LONGEST = 4  # sides of a longer image are cut to this ratio before resizing: the square at its centre is what is kept
+BICUBIC = 3  # PIL's number of the filter
 STANDARD_INPUT = "-"
 
 
 class CorruptImageError(ValueError):
     """An image could not be decoded; the message names it."""
+
+
+class Frame(NamedTuple):
+    """How a picture of any shape becomes a square; the image processor of a saved model says the same to transformers.
+
+    The shorter side (squash: each side) is resized to `resize`, then the centre of side `cut` is cut out.
+    """
+
+    resize: int
+    cut: int
+    squash: bool = False
+    resample: int = BICUBIC
+
+    @classmethod
+    def middle(cls, size: int) -> "Frame":
+        """Ours: the largest square in the middle, resized to `size`."""
+        return cls(size, size)
+
+    @property
+    def plain(self) -> bool:
+        """Square images are only resized, with our own filter: `prepare` can do that later, from the native size."""
+        return self.resize == self.cut and self.resample == BICUBIC
+
+    def scaled(self, cut: int) -> "Frame":
+        """The same for a model that now takes images of side `cut`."""
+        return self._replace(resize=round(self.resize * cut / self.cut), cut=cut)
+
+    def apply(self, image: Any) -> Any:
+        """A PIL image → the square."""
+        size = (self.resize, self.resize)
+        if not self.squash:
+            image = _shortened(image)
+            short = min(image.size)
+            size = (self.resize * image.width // short, self.resize * image.height // short)  # as transformers rounds
+        if image.size != size:
+            image = image.resize(size, self.resample)
+        if size == (self.cut, self.cut):
+            return image
+        left, top = (size[0] - self.cut) // 2, (size[1] - self.cut) // 2
+        return image.crop((left, top, left + self.cut, top + self.cut))
+
+
+def _shortened(image: Any) -> Any:
+    """Without the ends of a very long image, which would be large after resizing and then be cut off."""
+    wide, high = min(image.width, LONGEST * image.height), min(image.height, LONGEST * image.width)
+    left, top = (image.width - wide) // 2, (image.height - high) // 2
+    return image if image.size == (wide, high) else image.crop((left, top, left + wide, top + high))
 
 
 def open_image(file: str | Path | bytes) -> Any:
@@ -38,8 +86,8 @@ def open_image(file: str | Path | bytes) -> Any:
     return image
 
 
-def to_pixels(image: Any, channels: int, size: int | None) -> np.ndarray:
-    """uint8 (c, H, W) of a PIL image; `size`: shorter side resized to it, then the centre cut out."""
+def to_pixels(image: Any, channels: int, frame: Frame | None) -> np.ndarray:
+    """uint8 (c, H, W) of a PIL image; without a frame in its own size."""
     from PIL import Image
 
     mode = {1: "L", 3: "RGB"}.get(channels)
@@ -53,16 +101,16 @@ def to_pixels(image: Any, channels: int, size: int | None) -> np.ndarray:
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # PIL's advice; the colour under the transparency stays
     image = image if image.mode == mode else image.convert(mode)
-    if size is not None:
-        image = _resize_and_cut(image, size)
+    if frame is not None:
+        image = frame.apply(image)
     pixels = np.array(image, dtype=np.uint8)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
-def read_pixels(file: str | Path | bytes, channels: int, size: int | None, name: str | None = None) -> np.ndarray:
+def read_pixels(file: str | Path | bytes, channels: int, frame: Frame | None, name: str | None = None) -> np.ndarray:
     """`to_pixels` of a file or of its bytes. Whatever fails is a CorruptImageError that names the file."""
     try:
-        return to_pixels(open_image(file), channels, size)
+        return to_pixels(open_image(file), channels, frame)
     except Exception as error:  # PIL raises many kinds on damaged files
         named = name or (str(file) if not isinstance(file, bytes) else "the image")
         raise CorruptImageError(f"{named} ({reason(error)})") from error
@@ -101,11 +149,11 @@ def find_images(names: Iterable[str]) -> Iterator[str]:
             yield str(path)
 
 
-def read_image(name: str, channels: int, size: int | None) -> np.ndarray:
+def read_image(name: str, channels: int, frame: Frame | None) -> np.ndarray:
     """uint8 (c, H, W) of a file, or of the bytes on standard input when the name is `-`."""
     if name == STANDARD_INPUT:
-        return read_pixels(sys.stdin.buffer.read(), channels, size, "standard input")
-    return read_pixels(name, channels, size)
+        return read_pixels(sys.stdin.buffer.read(), channels, frame, "standard input")
+    return read_pixels(name, channels, frame)
 
 
 def _upright(image: Any) -> Any:
@@ -115,20 +163,3 @@ def _upright(image: Any) -> Any:
         return ImageOps.exif_transpose(image)
     except (SyntaxError, ValueError, KeyError, TypeError):  # damaged EXIF beside good pixels
         return image
-
-
-def _resize_and_cut(image: Any, size: int) -> Any:
-    from PIL import Image
-
-    if image.size == (size, size):
-        return image
-    width, height = image.size
-    if max(width, height) > LONGEST * min(width, height):
-        wide, high = min(width, LONGEST * height), min(height, LONGEST * width)
-        left, top = (width - wide) // 2, (height - high) // 2
-        image = image.crop((left, top, left + wide, top + high))
-        width, height = image.size
-    scale = size / min(width, height)
-    wide, high = max(size, round(width * scale)), max(size, round(height * scale))
-    left, top = (wide - size) // 2, (high - size) // 2
-    return image.resize((wide, high), Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from odevit.data.decode import IMAGE_SUFFIXES, CorruptImageError, open_image, reason, to_pixels
+from odevit.data.decode import IMAGE_SUFFIXES, CorruptImageError, Frame, open_image, reason, to_pixels
 
 # the words by which files, folders and hub datasets name their splits
 SPLIT_WORDS = {
@@ -45,15 +45,15 @@ class Table:
         """The PIL image of one row, header read, pixels not."""
         return self._open_cell(index, self.dataset[int(self.rows[index])][self.image_column])
 
-    def decode(self, index: int, channels: int, size: int | None) -> np.ndarray:
-        """uint8 (c, H, W) of one row; `size`: shorter side resized to it, then the centre cut out."""
+    def decode(self, index: int, channels: int, frame: Frame | None) -> np.ndarray:
+        """uint8 (c, H, W) of one row; without a frame in its own size."""
         cell = self.dataset[int(self.rows[index])][self.image_column]
-        return self.decode_cell(index, cell, channels, size)
+        return self.decode_cell(index, cell, channels, frame)
 
-    def decode_cell(self, index: int, cell: dict[str, Any], channels: int, size: int | None) -> np.ndarray:
+    def decode_cell(self, index: int, cell: dict[str, Any], channels: int, frame: Frame | None) -> np.ndarray:
         image = self._open_cell(index, cell)
         try:
-            return to_pixels(image, channels, size)
+            return to_pixels(image, channels, frame)
         except Exception as error:
             raise CorruptImageError(f"{self.describe(index, cell)} ({reason(error)})") from error
 

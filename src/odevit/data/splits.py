@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from odevit.data.decode import CorruptImageError
+from odevit.data.decode import CorruptImageError, Frame
 from odevit.data.sources import GREY_MODES, Table
 
 PROBED_IMAGES = 64  # looked at to learn the number of channels and the size
@@ -64,7 +64,7 @@ class StreamedSplit:
 
     table: Table
     channels: int
-    size: int
+    frame: Frame
     workers: int
     strict: bool
     skipped: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ class StreamedSplit:
         for wanted in indices.tolist():
             for index in [*range(wanted, len(self)), *range(wanted)]:
                 try:
-                    pixels.append(self.table.decode(index, self.channels, self.size))
+                    pixels.append(self.table.decode(index, self.channels, self.frame))
                     used.append(index)
                     break
                 except CorruptImageError as error:
@@ -104,7 +104,7 @@ class StreamedSplit:
                     corrupt.append(str(error))
             else:
                 raise ValueError(f"no image of the {self.table.split} split can be read; the last: {corrupt[-1]}")
-        images = np.stack(pixels) if pixels else np.empty((0, self.channels, self.size, self.size), np.uint8)
+        images = np.stack(pixels) if pixels else np.empty((0, self.channels, self.frame.cut, self.frame.cut), np.uint8)
         return torch.from_numpy(images), self.labels[used], corrupt
 
     def _report(self, images: Tensor, labels: Tensor, corrupt: list[str]) -> tuple[Tensor, Tensor]:
@@ -116,9 +116,9 @@ class StreamedSplit:
 
 
 def read_splits(
-    tables: dict[str, Table], *, image_size: int | None, strict: bool, memory_limit_mb: int, workers: int
+    tables: dict[str, Table], *, frame: Frame | None, strict: bool, memory_limit_mb: int, workers: int
 ) -> dict[str, Split]:
-    """Decode into memory what fits there: images of one square size as they are, others resized to `image_size`."""
+    """Decode into memory what fits there: images of one square size as they are, others brought into the frame."""
     channels, native = _probe(tables["train"])
     count = sum(len(table) for table in tables.values())
     limit = memory_limit_mb * 2**20
@@ -126,18 +126,19 @@ def read_splits(
     def fits(size: int | None) -> bool:
         return size is not None and count * channels * size * size <= limit
 
-    if fits(native):
+    if fits(native) and (frame is None or frame.plain):
         try:
             return {name: _decode_all(table, channels, native, None, strict) for name, table in tables.items()}
         except _SizeError:
             native = None  # the probe met one size only, but there are more
-    if native is None and image_size is None:
+    if native is None and frame is None:
         raise ValueError("the images have different sizes or are not square: set image_size, to which they are resized")
-    if fits(image_size):
-        return {name: _decode_all(table, channels, image_size, image_size, strict) for name, table in tables.items()}
-    size = image_size or native
-    assert size is not None
-    return {name: StreamedSplit(table, channels, size, workers, strict) for name, table in tables.items()}
+    if frame is not None and fits(frame.cut):
+        return {name: _decode_all(table, channels, frame.cut, frame, strict) for name, table in tables.items()}
+    if frame is None:
+        assert native is not None
+        frame = Frame.middle(native)
+    return {name: StreamedSplit(table, channels, frame, workers, strict) for name, table in tables.items()}
 
 
 class _SizeError(Exception):
@@ -161,14 +162,14 @@ def _probe(table: Table) -> tuple[int, int | None]:
     return (1 if grey else 3), (width if width == height and not sizes else None)
 
 
-def _decode_all(table: Table, channels: int, side: int | None, resize_to: int | None, strict: bool) -> MemorySplit:
+def _decode_all(table: Table, channels: int, side: int | None, frame: Frame | None, strict: bool) -> MemorySplit:
     assert side is not None
     images = np.empty((len(table), channels, side, side), dtype=np.uint8)
     corrupt: dict[int, str] = {}
 
     def decode(index: int, cell: dict) -> None:
         try:
-            pixels = table.decode_cell(index, cell, channels, resize_to)
+            pixels = table.decode_cell(index, cell, channels, frame)
         except CorruptImageError as error:
             corrupt[index] = str(error)
             return

@@ -182,7 +182,7 @@ def _pixels(split: Split) -> Iterator[bytes]:
 
 def _table_identity(split: StreamedSplit) -> Iterator[bytes]:
     table = split.table
-    yield f"{table.dataset._fingerprint} {table.image_column} {split.channels} {split.size}".encode()
+    yield f"{table.dataset._fingerprint} {table.image_column} {split.channels} {tuple(split.frame)}".encode()
     yield table.rows.numpy().tobytes()
     yield table.labels.numpy().tobytes()
     if table.dataset[int(table.rows[0])][table.image_column].get("bytes"):

@@ -151,8 +151,8 @@ def build(
     if config.cache != "none":
         transform = Transform(
             image_size=student.config.image_size,
-            mean=tuple(student.config.image_mean),
-            std=tuple(student.config.image_std),
+            mean=teacher.mean or tuple(student.config.image_mean),
+            std=teacher.std or tuple(student.config.image_std),
             augment=recipe.augment,
             views=config.cache_views,
             seed=recipe.seed,
@@ -200,7 +200,7 @@ def sample_traces(
         yield from map(cache.trace, rows)
         return
     for images, _ in data.train.stream(list(rows)):
-        yield teacher.trace(model_input(student, images.to(device)))
+        yield teacher.trace(teacher.renormalise(model_input(student, images.to(device)), student.config))
 
 
 class Distillation:
@@ -246,7 +246,7 @@ class Distillation:
     ) -> Terms:
         num_steps = integration.num_steps or model.config.num_steps
         unrolled = progress >= self.config.collocation
-        trace = self.observe(images, indices, attention=unrolled and bool(self.config.losses.get("attention")))
+        trace = self.observe(model, images, indices, attention=unrolled and bool(self.config.losses.get("attention")))
         weights = self.weights.to(images.device)
         if not unrolled:
             return Terms({"collocation": collocation_loss(model, trace.states, weights, num_steps)}, None, 1)
@@ -271,8 +271,10 @@ class Distillation:
         losses = {name: weight * LOSSES[name](meeting) for name, weight in self.config.losses.items() if weight}
         return Terms(losses, meeting.logits, evaluations)
 
-    def observe(self, images: Tensor, indices: Tensor, attention: bool = False) -> TeacherTrace:
+    def observe(
+        self, model: OdeViTForImageClassification, images: Tensor, indices: Tensor, attention: bool = False
+    ) -> TeacherTrace:
         """The teacher's trace of a batch: from the cache when there is one, else by running it where the images are."""
         if self.cache is not None:
             return self.cache.trace(indices)
-        return self.teacher.to(images.device).trace(images, attention=attention)
+        return self.teacher.to(images.device).trace(self.teacher.renormalise(images, model.config), attention=attention)

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from odevit.model.config import OdeViTConfig
 from odevit.model.field import VectorField
-from odevit.model.image_processor import OdeViTImageProcessor
+from odevit.model.image_processor import OdeViTImageProcessor, square_processor
 from odevit.model.layers import (
     NORMS,
     POOLS,
@@ -137,8 +137,7 @@ class OdeViTPreTrainedModel(PreTrainedModel):
         """The processor that resizes and normalises as this model expects."""
         size, neutral = self.config.image_size, [0.5] * self.config.num_channels
         return OdeViTImageProcessor(
-            size={"height": size, "width": size},
-            resample=3,  # bicubic
+            **square_processor(size),
             image_mean=self.config.image_mean or neutral,
             image_std=self.config.image_std or neutral,
         )

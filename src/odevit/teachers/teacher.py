@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from odevit.teachers.adapters import is_adapter, load_adapted
 from odevit.teachers.families import TEACHERS, Anatomy, Family, resize_patch_kernel
+from odevit.teachers.preprocessing import Preprocessing, carried_preprocessing, saved_preprocessing
 
 __all__ = [
     "TEACHERS",
@@ -75,14 +76,13 @@ class Teacher(nn.Module):
         module: nn.Module,
         family: str,
         *,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
+        preprocessing: Preprocessing | None = None,
     ):
         super().__init__()
         self.module = module.eval().requires_grad_(False)
         self.training = False
         self.family = family
-        self.mean, self.std = mean, std
+        self.mean, self.std, self.frame = preprocessing or Preprocessing()
         anatomy = self.anatomy
         self.width: int = anatomy.projection.out_channels
         self.num_channels: int = anatomy.projection.in_channels
@@ -91,6 +91,8 @@ class Teacher(nn.Module):
         self.image_size, self.num_labels = anatomy.image_size, anatomy.num_labels
         self.num_patches = (self.image_size // self.patch_size) ** 2
         self.extra_tokens = 0 if anatomy.extras is None else anatomy.extras.shape[1]
+        if self.frame is not None:
+            self.frame = self.frame.scaled(self.image_size)
 
     @property
     def adapter(self) -> Family:
@@ -180,6 +182,17 @@ class Teacher(nn.Module):
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
+    def renormalise(self, images: Tensor, config: Any) -> Tensor:
+        """Images (b, c, S, S) normalised as `config` (of a student) says → normalised as this teacher wants them.
+
+        The same tensor where both agree, or where the teacher does not say what it wants.
+        """
+        theirs = (tuple(config.image_mean or ()), tuple(config.image_std or ()))
+        if self.mean is None or self.std is None or not all(theirs) or theirs == (self.mean, self.std):
+            return images
+        old_mean, old_std, mean, std = (images.new_tensor(x)[:, None, None] for x in (*theirs, self.mean, self.std))
+        return (images * old_std + old_mean - mean) / std
+
     def check(self, images: Tensor) -> None:
         expected = (self.num_channels, self.image_size, self.image_size)
         if images.dim() != 4 or tuple(images.shape[1:]) != expected:
@@ -219,12 +232,12 @@ def load_teacher(
     """
     if isinstance(source, nn.Module):
         find_family(source)  # fail before copying
-        module, (mean, std) = copy.deepcopy(source), timm_normalisation(source)
+        module, preprocessing = copy.deepcopy(source), carried_preprocessing(source)
     else:
-        module, (mean, std) = read_model(str(source))
+        module, preprocessing = read_model(str(source))
     family = find_family(module)
     TEACHERS[family].resize(module, image_size, patch_size)
-    return Teacher(module, family, mean=mean, std=std)
+    return Teacher(module, family, preprocessing=preprocessing)
 
 
 def tiny_teacher(
@@ -237,14 +250,11 @@ def tiny_teacher(
     return load_teacher(TEACHERS[family].example(**sizes, num_labels=num_labels, num_channels=num_channels))
 
 
-Normalisation = tuple[tuple[float, ...] | None, tuple[float, ...] | None]
-
-
-def read_model(name: str) -> tuple[nn.Module, Normalisation]:
+def read_model(name: str) -> tuple[nn.Module, Preprocessing]:
     config_file = Path(name) / "config.json"
     if is_adapter(name):
         module, base = load_adapted(name)
-        return module, huggingface_normalisation(base)
+        return module, saved_preprocessing(base)
     if Path(name).exists() and not config_file.is_file():
         raise ValueError(f"a teacher's folder must hold a config.json and its weights, {name} has no config.json")
     try:
@@ -255,22 +265,16 @@ def read_model(name: str) -> tuple[nn.Module, Normalisation]:
         raise ValueError(f"cannot read a teacher from {name!r}, neither a folder nor a model of the hub") from error
 
 
-def read_timm(name: str) -> tuple[nn.Module, Normalisation]:
+def read_timm(name: str) -> tuple[nn.Module, Preprocessing]:
     try:
         import timm
     except ImportError as error:
         raise ValueError(f'the teacher {name} needs timm: pip install "odevit[timm]"') from error
     module = timm.create_model(name, pretrained=True)
-    return module, timm_normalisation(module)
+    return module, carried_preprocessing(module)
 
 
-def timm_normalisation(module: nn.Module) -> Normalisation:
-    settings = vars(module).get("pretrained_cfg") or {}  # only models made by timm.create_model carry it
-    mean, std = settings.get("mean"), settings.get("std")
-    return (tuple(mean), tuple(std)) if mean and std else (None, None)
-
-
-def read_huggingface(name: str) -> tuple[nn.Module, Normalisation]:
+def read_huggingface(name: str) -> tuple[nn.Module, Preprocessing]:
     """The class that the checkpoint names, in float32, every weight accounted for."""
     import transformers
 
@@ -281,18 +285,7 @@ def read_huggingface(name: str) -> tuple[nn.Module, Normalisation]:
     missing = [key for key in info["missing_keys"] if "mask_token" not in key]
     if missing:
         raise ValueError(f"the checkpoint {name} lacks weights of {kind.__name__}: {', '.join(sorted(missing))}")
-    return module, huggingface_normalisation(name)
-
-
-def huggingface_normalisation(name: str) -> Normalisation:
-    """What the image processor beside a model declares."""
-    from transformers.utils import cached_file
-
-    settings_file = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
-    settings = json.loads(Path(settings_file).read_text()) if settings_file else {}
-    if not settings.get("do_normalize", "image_mean" in settings):
-        return None, None
-    return tuple(settings["image_mean"]), tuple(settings["image_std"])
+    return module, saved_preprocessing(name)
 
 
 def resize_classifier(model: Any, image_size: int, num_labels: int | None = None) -> Any:

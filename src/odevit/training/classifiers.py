@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from odevit.data import Data, DataConfig
+from odevit.data.decode import Frame
 from odevit.model.config import OdeViTConfig, own_fields
+from odevit.model.image_processor import square_processor
 from odevit.model.model import OdeViTForImageClassification
 from odevit.teachers.adapters import is_adapter, load_adapted
+from odevit.teachers.preprocessing import saved_preprocessing
 
 
 def resolve_model(name: str) -> str:
@@ -49,9 +52,24 @@ def load_classifier(name: str) -> Any:
             if Path(source).exists():
                 raise
             raise ValueError(f"unknown model {name!r}: no folder here, and the hub says: {error}") from error
-    if not getattr(model.config, "image_mean", None):
-        model.config.image_mean, model.config.image_std = _normalisation(source)
+    return adopt_preprocessing(model, source)
+
+
+def adopt_preprocessing(model: Any, name: str) -> Any:
+    """Write the mean and std of a saved classifier's image processor into its config, if it has one."""
+    saved = saved_preprocessing(name)
+    if not isinstance(model, OdeViTForImageClassification):
+        config = model.config
+        config.image_mean, config.image_std = saved.mean and list(saved.mean), saved.std and list(saved.std)
     return model
+
+
+def own_frame(model: Any) -> Frame:
+    """How a classifier brings pictures into its square: as it was saved, an ODE-ViT by the square in the middle."""
+    saved = None
+    if model.name_or_path and not isinstance(model, OdeViTForImageClassification):
+        saved = saved_preprocessing(model.name_or_path).frame
+    return Frame.middle(model.config.image_size) if saved is None else saved.scaled(model.config.image_size)
 
 
 def load_odevit(name: str) -> OdeViTForImageClassification:
@@ -130,10 +148,8 @@ def save_classifier(model: Any, folder: Path, state: dict[str, Any] | None = Non
     if not isinstance(model, OdeViTForImageClassification):
         from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-        size = model.config.image_size
         ViTImageProcessorPil(
-            size={"height": size, "width": size},
-            resample=3,  # bicubic
+            **square_processor(model.config.image_size),
             image_mean=model.config.image_mean,
             image_std=model.config.image_std,
         ).save_pretrained(folder)
@@ -179,18 +195,4 @@ def _load_pretrained(fields: dict[str, Any], image_size: int | None, data: Data)
     model = resize_classifier(
         model, image_size or model.config.image_size, None if model.config.num_labels == labels else labels
     )
-    mean, std = _normalisation(name)
-    if mean:
-        model.config.image_mean, model.config.image_std = mean, std
-    return model
-
-
-def _normalisation(name: str) -> tuple[list[float] | None, list[float] | None]:
-    """Mean and std that the image processor beside a model declares; None where there is none."""
-    from transformers.image_processing_base import ImageProcessingMixin
-
-    try:
-        processor, _ = ImageProcessingMixin.get_image_processor_dict(name)
-    except OSError:  # saved without a processor: the data's own mean and std are used
-        return None, None
-    return processor.get("image_mean"), processor.get("image_std")
+    return adopt_preprocessing(model, name)  # without a processor the data's own mean and std are used
