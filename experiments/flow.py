@@ -1,0 +1,135 @@
+"""From scratch on CIFAR-10 at equal wall-clock: what makes a flow of it, what carries accuracy, and CCT beside it.
+
+    python experiments/flow.py ablation --minutes 9 --seeds 0 1 --set data.name=DIRECTORY --share 1/2  # beside it 2/2
+    python experiments/flow.py peers --minutes 30 --seeds 0 1 --set data.name=DIRECTORY --share 1/2
+    python experiments/flow.py ablation --minutes 9 --seeds 0 1                       # all are done: the table
+
+Each arm adds to the one above it. All numbers are of the held-out training images (10 %), so that recipes are chosen
+without the test split; `peers` also prints the test accuracy. Runs resume; finished ones are only read.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from cct import CctConfig, CctForImageClassification
+from distillation import share
+
+from odevit.data import load_data
+from odevit.data.splits import MemorySplit
+from odevit.recipe import Recipe, override
+from odevit.training.evaluation import evaluate
+from odevit.training.loop import fit
+
+SETTINGS = {
+    "Euler 1": (1, "euler"), "2": (2, "euler"), "3": (3, "euler"), "4": (4, "euler"), "6": (6, "euler"),
+    "12": (12, "euler"), "48": (48, "euler"), "midpoint 3": (3, "midpoint"), "exact flow": (16, "rk4"),
+}  # fmt: skip
+RECIPE: dict[str, Any] = {
+    "data": {"name": "uoft-cs/cifar10", "val_fraction": 0.1},
+    "augment": {"crop": 4, "flip": True},
+    "optim": {
+        "name": "muon", "lr": 2e-3, "muon_lr": 4e-3, "weight_decay": 0.05, "muon_weight_decay": 0.5, "batch_size": 128,
+        "warmup": 0.05, "ema": 0.998, "label_smoothing": 0.1,
+    },
+    "loop": {"eval_every": 100000, "checkpoint_minutes": 5, "log_every": 50},
+}  # fmt: skip
+TODAY: dict[str, Any] = {
+    "image_size": 32, "patch_size": 4, "tokenizer": "conv", "hidden_size": 64, "num_attention_heads": 4, "mlp_ratio": 2,
+    "depth": 6, "num_steps": 6, "norm": "center", "final_norm": "layer",
+}  # fmt: skip
+LAYER = {**TODAY, "norm": "layer"}
+MIXED = {**LAYER, "mixing": "depthwise"}
+POOLING = {**MIXED, "tokenizer": "pooling", "num_steps": 4}
+OURS = {**POOLING, "pool": "sequence"}
+FLOW = {"step_schedule": [[0, [3, 4, 5, 6, 7, 8, 9]]]}
+SHORT = {"step_schedule": [[0, [2, 3, 4, 5, 6]]]}
+WIDE = {"hidden_size": 128}
+Arm = tuple[dict[str, Any], dict[str, Any]]  # fields of the model, and of the loop
+STUDIES: dict[str, dict[str, Arm]] = {
+    "ablation": {
+        "today: strided stem, CenterNorm, CLS, K = 6": (TODAY, {}),
+        "LayerNorm": (LAYER, {}),
+        "depthwise mixing": (MIXED, {}),
+        "K from 3…9": (MIXED, FLOW),
+        "pooling stem, K from 2…6": (POOLING, SHORT),
+        "sequence pooling": (OURS, SHORT),
+        "K from 1…4": (OURS, {"step_schedule": [[0, [1, 2, 3, 4]]]}),
+        "K from 2…6 and midpoint 2, 3": (OURS, {"step_schedule": [[0, [2, 3, 4, 5, 6, "midpoint 2", "midpoint 3"]]]}),
+        "K = 4 always": (OURS, {}),
+        "anytime 0.25": (OURS, {**SHORT, "anytime": 0.25}),
+        "CCT-2/3x2": ({"cct": 64}, {}),
+    },
+    "peers": {
+        "ours, width 64": (OURS, SHORT),
+        "CCT-2/3x2, width 64": ({"cct": 64}, {}),
+        "ours, width 128": ({**OURS, **WIDE}, SHORT),
+        "CCT-2/3x2, width 128": ({"cct": 128}, {}),
+    },
+}
+
+
+def run_arm(arm: Arm, assignments: list[str], folder: Path) -> dict[str, Any]:
+    """Train an arm, or go on with it, and measure it at all settings; read what is there already."""
+    path = folder / "settings.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    fields, loop = dict(arm[0]), arm[1]
+    values = {**RECIPE, "loop": {**RECIPE["loop"], **loop}, "model": fields, "output": str(folder)}
+    if width := fields.get("cct"):
+        values["model"] = {}
+    recipe = Recipe.from_dict(override(values, assignments))
+    data = load_data(recipe.data)
+    model = CctForImageClassification(CctConfig(width=width, num_labels=len(data.class_names))) if width else None
+    result = fit(recipe, model=model, data=data, resume=True)
+    settings = {"model": (None, None)} if width else {"model": (None, None), **SETTINGS}
+    held_out = MemorySplit(*data.val.fetch(torch.arange(min(2000, len(data.val)))), [])
+    row = {
+        name: evaluate(result.model, held_out, num_steps=steps, solver=solver)["top1"]
+        for name, (steps, solver) in settings.items()
+    }
+    keys = ("parameters", "epochs", "steps", "seconds")
+    row |= {key: result.metrics[key] for key in keys} | {"test": result.metrics["top1"]}
+    path.write_text(json.dumps(row, indent=1) + "\n")
+    return row
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--only", nargs="+", help="names of arms; default: all")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--output", type=Path, default=Path("runs/flow"))
+    parser.add_argument("--share", type=share, metavar="I/N", help="every N-th run, beginning with the I-th, on core I")
+    options = parser.parse_args(arguments)
+    arms = STUDIES[options.study]
+    if unknown := [name for name in options.only or [] if name not in arms]:
+        parser.error(f"unknown arm {', '.join(unknown)}; choose from: {', '.join(arms)}")
+    runs = [(seed, name) for seed in options.seeds for name in options.only or arms]
+    if options.share:
+        first, count = options.share
+        runs = runs[first - 1 :: count]
+        os.sched_setaffinity(0, {first - 1})
+        torch.set_num_threads(1)
+    rows: dict[str, Any] = {}
+    for seed, name in runs:
+        words = "".join(c if c.isalnum() else "-" for c in name)
+        folder = options.output / f"{options.study}-{options.minutes:g}min" / f"{words}-seed{seed}"
+        assignments = [f"seed={seed}", f"optim.minutes={options.minutes}", *options.overrides]
+        rows[f"{name} (seed {seed})"] = run_arm(arms[name], assignments, folder)
+    columns = ["model", *SETTINGS, *(["test"] if options.study == "peers" else [])]
+    print(f"{options.study}, {options.minutes:g} minutes each, 2,000 held-out images, top-1 in %\n")
+    print(f"| | parameters | epochs | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")
+    for name, row in rows.items():
+        cells = [f"{100 * row[column]:.1f}" if column in row else "" for column in columns]
+        print(f"| {name} | {row['parameters']:,} | {row['epochs']:.1f} | {' | '.join(cells)} |")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
