@@ -177,6 +177,22 @@ def audit(
     run(teacher, data, image_size=image_size, max_images=max_images, output=output)
 
 
+@app.command()
+def page(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of an ODE-ViT.")],
+    data: Annotated[
+        str | None, typer.Option("--data", help="Where the examples come from, as in eval; default: the model's run.")
+    ] = None,
+    teacher: Annotated[str | None, typer.Option(help="Folder or hub name of its teacher.")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the page; default: the model's name.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("page.html"),
+) -> None:
+    """One HTML file that runs the model in a browser: draw or drop an image, and watch it flow."""
+    from odevit.commands.page import page as run
+
+    run(model, data=data, teacher=teacher, title=title, output=output)
+
+
 def main() -> None:
     """Entry point: a wrong input ends with one sentence, a fault of ours with a traceback."""
     try:

@@ -53,6 +53,8 @@ def _drop_parametrizations(model: nn.Module) -> None:
     """A spectral cap is computed once per batch, and never once the weights are final: not a cost of an image."""
     for module in model.modules():
         if parametrize.is_parametrized(module):
+            shared = type(module)  # a deep copy shares it with its original, and removing changes the class
+            module.__class__ = type(shared.__name__, shared.__bases__, dict(shared.__dict__))
             for name in list(module.parametrizations):  # type: ignore[arg-type]
                 parametrize.remove_parametrizations(module, name)
 

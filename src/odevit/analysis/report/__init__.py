@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
@@ -20,6 +19,7 @@ import torch
 
 from odevit.analysis import ANALYSES, Finding, HtmlFigure
 from odevit.analysis.report.html_figures import svg
+from odevit.analysis.report.self_contained import Opening, content_security_policy, write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_TABLE_ROWS = 40  # a longer table is read in report.json
@@ -33,12 +33,13 @@ def write_report(
     title: str,
     command: str,
     meta: Mapping[str, Any],
+    opening: Opening | None = None,
 ) -> Path:
     """Write `folder`/report.html and report.json; returns the path of report.html.
 
     The headlines and key numbers of the findings stand on top, in the order of the findings; without any headline, the
     first finding's text. meta: what else a reader must know (sampling, model, data, …); versions and the date are
-    added. NaN and infinities stand in the JSON as "NaN", "Infinity", "-Infinity".
+    added. NaN and infinities stand in the JSON as "NaN", "Infinity", "-Infinity". opening: a live part above them all.
     """
     names = [finding.name for finding in findings]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -48,10 +49,13 @@ def write_report(
     numbers = {label: plain(value) for finding in findings for label, value in finding.key_numbers.items()}
     meta = {**plain(meta), **_versions()}
     content = {"title": title, "headline": headline, "command": command, "meta": meta, "values": values}
+    scripts = [_template("paths3d.js"), *([opening.script] if opening else [])]
     page = Template(_template("report.html")).substitute(
+        policy=content_security_policy(scripts),
         title=escape(title),
-        css=_template("report.css"),
-        script=_template("paths3d.js"),
+        css=_template("report.css") + (opening.css if opening else ""),
+        opening=opening.html if opening else "",
+        scripts="".join(f"<script>{script}</script>\n" for script in scripts),
         headline=_headline(headline),
         key_numbers=_definitions(numbers, "numbers"),
         contents=_contents(findings),
@@ -61,8 +65,8 @@ def write_report(
     )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "report.json", json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    _write(folder / "report.html", page)
+    write_whole(folder / "report.json", json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    write_whole(folder / "report.html", page)
     return folder / "report.html"
 
 
@@ -225,16 +229,3 @@ def _table(value: Any) -> str:
     )
     head = f"<thead><tr>{head}</tr></thead>" if records else ""
     return f'<div class="table"><table>{head}<tbody>{body}</tbody></table></div>'
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: a reader never meets half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
