@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from odevit.analysis.audit import audit, euler_error, path_shape, suggested_steps
+from odevit.analysis.audit import audit, estimated_error, path_shape, suggested_steps
 from odevit.analysis.tied_field import (
     Sample,
     constant_residual,
@@ -194,12 +194,12 @@ def test_a_straight_line_has_no_curvature() -> None:
     assert suggested_steps(path_shape(torch.ones(4, 2, 3))) == 1
 
 
-def test_euler_error_of_a_circle() -> None:
+def test_estimated_error_of_a_circle() -> None:
     """On the unit circle over an arc a, Euler's K steps go along tangents of length a/K: the sum of the local errors is
     a²/2K, a share a/2K of the length; suggested K = a / (2 · tolerance)."""
     angle = torch.linspace(0, torch.pi / 2, 65, dtype=torch.float64)
     shape = path_shape(torch.stack([angle.cos(), angle.sin()], dim=1)[:, None])
-    assert euler_error(shape, 10) == pytest.approx(torch.pi / 2 / 20, rel=0.02)
+    assert estimated_error(shape, 10) == pytest.approx(torch.pi / 2 / 20, rel=0.02)
     assert suggested_steps(shape, 0.1) == 8
     assert shape.turning.tolist() == pytest.approx([torch.cos(angle[1]).item()] * 63)
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from odevit.registry import Registry
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -105,7 +107,7 @@ class Analysis(NamedTuple):
     needs_teacher: bool
 
 
-ANALYSES: dict[str, Analysis] = {}
+ANALYSES: Registry[Analysis] = Registry("analysis")
 
 
 def register_analysis(name: str, *, summary: str, needs_teacher: bool = False) -> Callable[[Run], Run]:

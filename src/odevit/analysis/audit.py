@@ -70,7 +70,7 @@ def path_shape(states: Tensor) -> PathShape:
     )
 
 
-def euler_error(shape: PathShape, num_steps: int) -> float:
+def estimated_error(shape: PathShape, num_steps: int) -> float:
     """Estimated error of K Euler steps as a share of the path's length.
 
     A step of h layers errs by h²/2 ‖x''‖; D/h of them sum to h/2 ∫‖x''‖ with h = D/K. How the flow stretches or shrinks
@@ -83,7 +83,7 @@ def euler_error(shape: PathShape, num_steps: int) -> float:
 
 def suggested_steps(shape: PathShape, tolerance: float = EULER_TOLERANCE) -> int:
     """The fewest Euler steps whose estimated error is at most `tolerance` of the path's length."""
-    return max(1, math.ceil(euler_error(shape, 1) / tolerance - 1e-9))
+    return max(1, math.ceil(estimated_error(shape, 1) / tolerance - 1e-9))
 
 
 @torch.no_grad()
@@ -162,7 +162,7 @@ def verdict_finding(
     cls = shapes["CLS"]
     text += (
         f" The curvature of the path asks for {steps} Euler steps to be within {EULER_TOLERANCE:.0%} of the smooth "
-        f"flow; {depth} steps, one per layer, are estimated at {euler_error(cls, depth):.0%} for CLS."
+        f"flow; {depth} steps, one per layer, are estimated at {estimated_error(cls, depth):.0%} for CLS."
     )
     return Finding("audit/verdict", value, "Is this ViT ODE-able?", text, headline=text)
 
@@ -203,7 +203,7 @@ def steps_finding(shapes: dict[str, PathShape], steps: int) -> Finding:
     counts = sorted({1, 2, 4, depth, 2 * depth, 4 * depth, steps})
     value: dict[str, Any] = {
         "suggested_steps": {name: suggested_steps(shape) for name, shape in shapes.items()},
-        "estimated_error": {name: {k: euler_error(shape, k) for k in counts} for name, shape in shapes.items()},
+        "estimated_error": {name: {k: estimated_error(shape, k) for k in counts} for name, shape in shapes.items()},
     }
     text = (
         f"Estimated error of K Euler steps as a share of the path's length, (D/2K)·∫‖x″‖; K = {steps} brings it below "

@@ -137,11 +137,14 @@ def fit_order(step_counts: Sequence[int], errors: Sequence[float]) -> float | No
     Usable are errors below 0.25 (above, the expansion in h says nothing) and above 1e-12 (below, float64 rounds).
     """
     usable = [(k, e) for k, e in sorted(zip(step_counts, errors, strict=True)) if 1e-12 < e < 0.25]
-    points = [(math.log(k), math.log(e)) for k, e in usable[-3:]]
-    if len(points) < 2:
-        return None
+    return None if len(usable) < 2 else -log_slope(*zip(*usable[-3:], strict=True))
+
+
+def log_slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Slope of log y over log x, by least squares."""
+    points = [(math.log(x), math.log(y)) for x, y in zip(xs, ys, strict=True)]
     mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
-    return -sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
 
 
 @torch.no_grad()

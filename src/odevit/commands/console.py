@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from odevit.words import readable
+
 
 def check_output(file: Path) -> Path:
     """The same path, its folder made; a file that cannot be written is an error now, before any work."""
@@ -34,14 +36,6 @@ def print_table(title: str, rows: Mapping[str, Any], headers: tuple[str, ...] = 
         cells = [value.get(header, "") for header in headers] if headers else [value]
         table.add_row(name, *(cell if isinstance(cell, str) else readable(cell) for cell in cells))
     Console().print(table)
-
-
-def readable(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def print_numbers(title: str, numbers: Mapping[str, Any], as_json: bool) -> None:

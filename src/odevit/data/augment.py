@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from odevit.registry import Registry
+
 
 @dataclass(kw_only=True)
 class AugmentConfig:
@@ -62,7 +64,7 @@ class ImageShape(NamedTuple):
 
 
 Operation = Callable[[AugmentConfig, ImageShape], Any]
-OPERATIONS: dict[str, Operation] = {}  # in the order in which they are applied
+OPERATIONS: Registry[Operation] = Registry("operation")  # in the order in which they are applied
 
 
 def register_operation(build: Operation) -> Operation:
@@ -119,7 +121,7 @@ def erase(config: AugmentConfig, shape: ImageShape) -> Any:
 
 # A mix is a map of the share (b, 1, H, W) that each pixel of an image keeps; the rest comes from its partner.
 Mix = Callable[[Tensor, Tensor, ImageShape], Tensor]
-MIXES: dict[str, Mix] = {}
+MIXES: Registry[Mix] = Registry("mix")
 
 
 def register_mix(mix: Mix) -> Mix:

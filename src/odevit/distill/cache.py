@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from odevit.atomic import write_file
 from odevit.data import derive_seed, prepare
 from odevit.data.augment import MIXES, OPERATIONS, Augment, AugmentConfig
 from odevit.data.splits import MemorySplit, Split, StreamedSplit
 from odevit.teachers.teacher import Teacher, TeacherTrace
-from odevit.training.checkpoint import write_file
 
 FORMAT = 1  # part of the key: raised when rows are written in another way
 TOKENS = ("cls", "all")

@@ -13,6 +13,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from odevit.dynamics.bounds import jasmin as jasmin_of
+from odevit.registry import Registry
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Meeting:
 
 
 Loss = Callable[[Meeting], Tensor]
-LOSSES: dict[str, Loss] = {}
+LOSSES: Registry[Loss] = Registry("loss")
 
 
 def register_loss(loss: Loss) -> Loss:

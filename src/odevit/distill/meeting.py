@@ -16,8 +16,9 @@ from torch.nn.utils import parametrize
 
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import SOLVERS, Grid
+from odevit.registry import Registry
 
-PLACEMENTS: dict[str, Callable[[Tensor, float | None], Tensor]] = {}
+PLACEMENTS: Registry[Callable[[Tensor, float | None], Tensor]] = Registry("placement")
 
 
 def register_placement(rule: Callable[[Tensor, float | None], Tensor]) -> Callable[[Tensor, float | None], Tensor]:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from odevit.dynamics.cost import count_parameters
 from odevit.model.config import OdeViTConfig, own_fields
 from odevit.model.model import OdeViTForImageClassification
 from odevit.teachers.teacher import Teacher, load_teacher
@@ -113,8 +114,5 @@ def copy_parts(teacher: Teacher, student: OdeViTForImageClassification) -> list[
 def parameter_report(student: OdeViTForImageClassification, teacher: nn.Module) -> ParameterReport:
     """Count the parameters of a student (all, trainable, those of its fields) and of its teacher."""
 
-    def count(module: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in module.parameters())
-
-    trainable = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    return ParameterReport(count(student), trainable, count(student.odevit.fields), count(teacher))
+    own = count_parameters(student)
+    return ParameterReport(own["total"], own["trainable"], own["blocks"], count_parameters(teacher)["total"])

@@ -53,7 +53,8 @@ GELU_SLOPE = (1 + math.erf(1)) / 2 + math.exp(-1) / math.sqrt(math.pi)
 """max |GELU'| = 1.12890…: GELU' = Φ(x) + x φ(x) is largest where φ(x)(2 - x²) = 0, at x = √2."""
 
 
-def _norm2(matrix: Tensor) -> Tensor:
+def norm2(matrix: Tensor) -> Tensor:
+    """Largest singular value of (…, m, n): (…,)."""
     return torch.linalg.matrix_norm(matrix, ord=2)
 
 
@@ -88,7 +89,7 @@ def mixing_bound(mixing: nn.Module, tokens: int) -> Tensor:
 @torch.no_grad()
 def mlp_bound(mlp: Mlp, tokens: int) -> Tensor:
     """Global Lipschitz bound of the MLP on `tokens` tokens, max |GELU'| · ‖W1‖₂ ‖C‖₂ ‖W2‖₂; a scalar."""
-    return GELU_SLOPE * _norm2(mlp.w1.weight) * mixing_bound(mlp.mixing, tokens) * _norm2(mlp.w2.weight)
+    return GELU_SLOPE * norm2(mlp.w1.weight) * mixing_bound(mlp.mixing, tokens) * norm2(mlp.w2.weight)
 
 
 def _softmax_bound(attention: Attention, x: Tensor) -> Tensor:
@@ -106,9 +107,9 @@ def _softmax_bound(attention: Attention, x: Tensor) -> Tensor:
     slope = g(p).amax(dim=-1)  # (b, h)
     # ‖K Wq‖ = ‖K Rᵀ‖ with Wqᵀ = O R and O orthonormal: decompositions of (n, e) instead of (n, d).
     wq, wk = (torch.linalg.qr(w.mT).R.mT for w in (wq, wk))
-    logits = attention.scale * (_norm2(k @ wq) + _norm2(q @ wk))
-    heads = _norm2(p) * _norm2(wv) + slope * _norm2(v) * logits  # (b, h)
-    return _norm2(attention.out.weight) * heads.square().sum(dim=-1).sqrt()
+    logits = attention.scale * (norm2(k @ wq) + norm2(q @ wk))
+    heads = norm2(p) * norm2(wv) + slope * norm2(v) * logits  # (b, h)
+    return norm2(attention.out.weight) * heads.square().sum(dim=-1).sqrt()
 
 
 def _inverse_of_x_exp(y: float) -> float:
@@ -131,8 +132,8 @@ def _l2_bound(attention: Attention, x: Tensor) -> Tensor:
     n = x.shape[-2]
     c = _inverse_of_x_exp(n - 1)
     wq, wv = (layer.weight.unflatten(0, (attention.heads, -1)) for layer in (attention.query, attention.value))
-    heads = attention.scale * (math.sqrt(n) + 2 * c * (1 + math.sqrt(n))) * _norm2(wq).square() * _norm2(wv)  # (h,)
-    return (_norm2(attention.out.weight) * heads.square().sum().sqrt()).expand(x.shape[0])
+    heads = attention.scale * (math.sqrt(n) + 2 * c * (1 + math.sqrt(n))) * norm2(wq).square() * norm2(wv)  # (h,)
+    return (norm2(attention.out.weight) * heads.square().sum().sqrt()).expand(x.shape[0])
 
 
 ATTENTION_BOUNDS: dict[type[Attention], Callable[[Attention, Tensor], Tensor]] = {

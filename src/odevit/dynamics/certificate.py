@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from odevit.dynamics.bounds import GELU_SLOPE, field_bound, g, mixing_bound
+from odevit.dynamics.bounds import GELU_SLOPE, field_bound, g, mixing_bound, norm2
 from odevit.dynamics.jacobian import forward_derivatives
 from odevit.dynamics.tangents import JetField
 from odevit.model.field import VectorField
@@ -38,10 +38,6 @@ GELU_BEND = math.sqrt(2 / math.pi)
 EXACT_STATE = 800  # up to this many state variables ‖A_k‖ and ‖Φ_k‖ are computed, beyond they are bounded
 
 Bound = Callable[[Tensor], Tensor]  # radius (b,) -> bound (b,) on the ball of that radius
-
-
-def _norm2(matrix: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(matrix, ord=2)
 
 
 # --- bounds on a ball -------------------------------------------------------------------------------------------------
@@ -86,9 +82,9 @@ def attention_bounds(attention: Attention, z: Tensor) -> Callable[[Tensor], tupl
     p = torch.softmax(scale * q @ k.mT, dim=-1)
     k, v = (t - t.mean(dim=-2, keepdim=True) for t in (k, v))  # softmax rows do not see a shift of all keys
     kq, qk = k @ wq, q @ wk  # (b, h, n, d)
-    alpha, value, out = _norm2(wq.mT @ wk), _norm2(wv), _norm2(attention.out.weight)  # (h,), (h,), ()
-    logits, rows = _norm2(kq) + _norm2(qk), kq.norm(dim=-1).amax(dim=-1) + qk.norm(dim=-1).amax(dim=-1)  # (b, h)
-    map_norm, variance, spread = _norm2(p), g(p).amax(dim=-1), _norm2(v)
+    alpha, value, out = norm2(wq.mT @ wk), norm2(wv), norm2(attention.out.weight)  # (h,), (h,), ()
+    logits, rows = norm2(kq) + norm2(qk), kq.norm(dim=-1).amax(dim=-1) + qk.norm(dim=-1).amax(dim=-1)  # (b, h)
+    map_norm, variance, spread = norm2(p), g(p).amax(dim=-1), norm2(v)
     diameter = torch.cdist(v, v, compute_mode="donot_use_mm_for_euclid_dist").amax(dim=(-2, -1))
 
     def bounds(radius: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,8 +105,8 @@ def second_derivative_bound(field: VectorField, x: Tensor) -> Bound:
     before_f, before_g = norm_derivatives_bound(field.norm_f, x), norm_derivatives_bound(field.norm_g, x)
     attend = attention_bounds(field.attention, field.norm_g(x))
     # ‖C W1‖ stands for ‖W1‖ where a linear mixing C follows it: the bend of GELU acts entry by entry on C W1 x
-    w1 = _norm2(field.mlp.w1.weight) * mixing_bound(field.mlp.mixing, x.shape[1])
-    w2 = _norm2(field.mlp.w2.weight)
+    w1 = norm2(field.mlp.w1.weight) * mixing_bound(field.mlp.mixing, x.shape[1])
+    w2 = norm2(field.mlp.w2.weight)
 
     def bound(r: Tensor) -> Tensor:
         f1, f2 = before_f(r)
@@ -128,7 +124,7 @@ def convolution_bound(layer: nn.Conv2d) -> float:
     Every pixel is in at most ⌈k/stride⌉² patches, each of which is mapped by the matrix W (out, in·k·k).
     """
     overlap = math.prod(math.ceil(k / s) for k, s in zip(layer.kernel_size, layer.stride, strict=True))
-    return float(_norm2(layer.weight.detach().flatten(1))) * math.sqrt(overlap)
+    return float(norm2(layer.weight.detach().flatten(1))) * math.sqrt(overlap)
 
 
 def tokenizer_bound(tokenizer: nn.Module) -> float:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
+from odevit.registry import Registry
+
 
 class Field(Protocol):
     """An autonomous right-hand side in two parts: F(x), G(x), and their sum when called."""
@@ -64,7 +66,7 @@ class Solver(NamedTuple):
     evaluations: Evaluations  # per step
 
 
-SOLVERS: dict[str, Solver] = {}
+SOLVERS: Registry[Solver] = Registry("solver")
 ADAPTIVE = {"dopri5": 5, "adaptive_heun": 2}  # torchdiffeq's names, and their orders
 
 

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from odevit.analysis.report.self_contained import Opening, content_security_policy, write_whole
+from odevit.analysis.report.self_contained import Opening, content_security_policy
 from odevit.analysis.trajectory import principal_axes
+from odevit.atomic import write_file
 from odevit.data import prepare
 from odevit.dynamics.cost import count_macs, count_parameters
 from odevit.model.config import OdeViTConfig, own_fields
@@ -234,7 +235,7 @@ def write_page(payload: dict[str, Any], path: str | Path) -> Path:
         live=parts.html,
         script=parts.script,
     )
-    write_whole(path, text)
+    write_file(path, text)
     return path
 
 

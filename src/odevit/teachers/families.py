@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from odevit.model.layers import interpolate_positions
+from odevit.registry import Registry
 
 NO_HEAD = "the teacher has no classification head: train one on its CLS token, or distil without logits"
 AVERAGED_HEADS = (
@@ -314,35 +315,38 @@ class Torchvision(Family):
         )  # fmt: skip
 
 
-TEACHERS: dict[str, Family] = {
-    "vit": HuggingFace("ViTConfig", ("ViTForImageClassification",)),
-    "dino": HuggingFace("ViTConfig", ("ViTModel",)),
-    "deit": HuggingFace("DeiTConfig", ("DeiTForImageClassification", "DeiTModel"), extras="distillation_token"),
-    "deit-distilled": HuggingFace(
-        "DeiTConfig",
-        ("DeiTForImageClassificationWithTeacher",),
-        extras="distillation_token",
-        head="cls_classifier",
-        head_note=AVERAGED_HEADS,
-    ),
-    "dinov2": HuggingFace(
-        "Dinov2Config",
-        ("Dinov2ForImageClassification", "Dinov2Model"),
-        blocks="encoder.layer",
-        block_norm="norm1",
-        head_note=POOLED_PATCHES,
-        mlp=("mlp_ratio", 2),
-    ),
-    "dinov2-registers": HuggingFace(
-        "Dinov2WithRegistersConfig",
-        ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
-        blocks="encoder.layer",
-        block_norm="norm1",
-        extras="register_tokens",
-        head_note=POOLED_PATCHES,
-        antialias=True,
-        mlp=("mlp_ratio", 2),
-    ),
-    "timm": Timm(),
-    "torchvision": Torchvision(),
-}
+TEACHERS: Registry[Family] = Registry(
+    "teacher family",
+    {
+        "vit": HuggingFace("ViTConfig", ("ViTForImageClassification",)),
+        "dino": HuggingFace("ViTConfig", ("ViTModel",)),
+        "deit": HuggingFace("DeiTConfig", ("DeiTForImageClassification", "DeiTModel"), extras="distillation_token"),
+        "deit-distilled": HuggingFace(
+            "DeiTConfig",
+            ("DeiTForImageClassificationWithTeacher",),
+            extras="distillation_token",
+            head="cls_classifier",
+            head_note=AVERAGED_HEADS,
+        ),
+        "dinov2": HuggingFace(
+            "Dinov2Config",
+            ("Dinov2ForImageClassification", "Dinov2Model"),
+            blocks="encoder.layer",
+            block_norm="norm1",
+            head_note=POOLED_PATCHES,
+            mlp=("mlp_ratio", 2),
+        ),
+        "dinov2-registers": HuggingFace(
+            "Dinov2WithRegistersConfig",
+            ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
+            blocks="encoder.layer",
+            block_norm="norm1",
+            extras="register_tokens",
+            head_note=POOLED_PATCHES,
+            antialias=True,
+            mlp=("mlp_ratio", 2),
+        ),
+        "timm": Timm(),
+        "torchvision": Torchvision(),
+    },
+)

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from odevit.atomic import TEMPORARY, sync
+
 FORMAT = 1
 STATE, META = "state.pt", "meta.json"
-TEMPORARY, PREVIOUS = ".tmp-", ".previous-"
+PREVIOUS = ".previous-"
 
 # A run may be resumed with other values of these: where it writes, how long it runs, how fast, in how much memory.
 FREE_KEYS = {
@@ -36,15 +38,6 @@ class CheckpointError(RuntimeError):
 
 
 # --- atomic folders ---------------------------------------------------------------------------------------------------
-
-
-def sync(path: Path) -> None:
-    """Force a file, or the entries of a directory, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
@@ -69,15 +62,6 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     os.replace(temporary, target)
     sync(target.parent)
     shutil.rmtree(previous, ignore_errors=True)
-
-
-def write_file(target: Path, text: str) -> None:
-    """A small text file: whole or not at all."""
-    temporary = target.with_name(TEMPORARY + target.name)
-    temporary.write_text(text)
-    sync(temporary)
-    os.replace(temporary, target)
-    sync(target.parent)
 
 
 def recover_folders(parent: Path) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from odevit.atomic import write_file
 from odevit.data import Batch, Data, Split, batches, derive_seed, load_data, num_batches
 from odevit.data.augment import Augment, AugmentConfig
+from odevit.dynamics.cost import count_parameters
 from odevit.model.solvers import NonFiniteStateError
 from odevit.recipe import Recipe
 from odevit.training import checkpoint as ckpt
@@ -334,7 +336,7 @@ class Run:
         seconds, selected = self.elapsed, self.use_best()
         split = "val" if self.data.test is None else "test"
         scores = self.evaluate(self.data.val if self.data.test is None else self.data.test)
-        parameters = list(self.model.parameters())
+        parameters = count_parameters(self.model)
         metrics = {
             **scores,
             "split": split,
@@ -343,8 +345,8 @@ class Run:
             "steps": self.step,
             "epochs": round(self.step / self.steps_per_epoch, 3),
             "seconds": round(seconds, 1),
-            "parameters": sum(p.numel() for p in parameters),
-            "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "parameters": parameters["total"],
+            "trainable_parameters": parameters["trainable"],
             "corrupt_images_skipped": self.data.skipped,
             "versions": ckpt.library_versions(),
         }
@@ -353,6 +355,6 @@ class Run:
         self.write_model(self.folder / "model", metrics)
         if self.accelerator.is_main_process:
             draw_curve(self.folder)
-            ckpt.write_file(self.folder / "result.json", json.dumps(metrics, indent=1))
+            write_file(self.folder / "result.json", json.dumps(metrics, indent=1))
         self.log.say(f"{split} top-1 {scores['top1']:.2%} after {self.step} steps, {seconds:.0f} s: {self.folder}")
         return Result(self.model.eval(), metrics, self.folder)

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from odevit.atomic import write_file
 from odevit.recipe import Recipe
-from odevit.training.checkpoint import recover_folders, write_file
+from odevit.training.checkpoint import recover_folders
 
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 

@@ -19,11 +19,12 @@ import torch
 
 from odevit.analysis import ANALYSES, Finding, HtmlFigure
 from odevit.analysis.report.html_figures import svg
-from odevit.analysis.report.self_contained import Opening, content_security_policy, write_whole
+from odevit.analysis.report.self_contained import Opening, content_security_policy
+from odevit.atomic import write_file
+from odevit.words import readable
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_TABLE_ROWS = 40  # a longer table is read in report.json
-SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
 def write_report(
@@ -65,8 +66,8 @@ def write_report(
     )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "report.json", json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    write_whole(folder / "report.html", page)
+    write_file(folder / "report.json", json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    write_file(folder / "report.html", page)
     return folder / "report.html"
 
 
@@ -87,25 +88,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise ValueError(f"a value in a report must be made of numbers, texts, lists and dicts, got {type(value).__name__}")
-
-
-def readable(value: Any) -> str:
-    """A single value as a person writes it: 12,800 · 0.8312 · 2.3 × 10⁻⁵ · −0.41."""
-    if value is None:
-        return "not available"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}".replace("-", "−")
-    if isinstance(value, float):
-        text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
-        mantissa, exponent, power = text.partition("e")
-        return mantissa.replace("-", "−") + (f" × 10{str(int(power)).translate(SUPERSCRIPT)}" if exponent else "")
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {readable(item)}" for key, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(readable(item) for item in value)
-    return {"Infinity": "∞", "-Infinity": "−∞"}.get(value, str(value))
 
 
 def _single(value: Any) -> bool:

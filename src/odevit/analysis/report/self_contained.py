@@ -1,12 +1,9 @@
-"""Files that open from disk and ask nothing of the network: their policy, and how they are written."""
+"""Files that open from disk and ask nothing of the network: their policy."""
 
 import base64
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -29,16 +26,3 @@ def content_security_policy(scripts: Iterable[str]) -> str:
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; worker-src blob:; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: a reader never meets half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
