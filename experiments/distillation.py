@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from odevit.commands.console import print_table
-from odevit.commands.distill import run_distillation
+from odevit.commands.distill import distill
+from odevit.commands.train import train
 from odevit.recipe import Recipe
-from odevit.training.loop import fit
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -63,13 +63,10 @@ def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
     distilled = Recipe.load(recipe).task == "distill"
     finished = (folder / "result.json").exists() and (not distilled or (folder / "comparison.json").exists())
     if not finished and distilled:
-        run_distillation(
-            teacher=None, data=None, recipe=recipe, overrides=[*arm.overrides, *overrides], output=folder, resume=True,
-            overwrite=False, smoke=False,
-        )  # fmt: skip
+        distill(recipe=recipe, overrides=[*arm.overrides, *overrides], output=folder, resume=True, report=False)
     elif not finished:
         assignments = [*arm.overrides, *(o for o in overrides if not o.startswith("distill.")), f"output={folder}"]
-        fit(Recipe.load(recipe, assignments), resume=True)
+        train(recipe, assignments, resume=True)
     result = json.loads((folder / "result.json").read_text())
     comparison = json.loads((folder / "comparison.json").read_text()) if distilled else {}
     certified = comparison.get("certified_agreement")

@@ -18,11 +18,11 @@ import torch
 from cct import CctConfig, CctForImageClassification
 from distillation import share
 
+from odevit.commands.train import train_recipe
 from odevit.data import load_data
 from odevit.data.splits import MemorySplit
 from odevit.recipe import Recipe, override
 from odevit.training.evaluation import evaluate
-from odevit.training.loop import fit
 
 SETTINGS = {
     "Euler 1": (1, "euler"), "2": (2, "euler"), "3": (3, "euler"), "4": (4, "euler"), "6": (6, "euler"),
@@ -84,7 +84,7 @@ def run_arm(arm: Arm, assignments: list[str], folder: Path) -> dict[str, Any]:
     recipe = Recipe.from_dict(override(values, assignments))
     data = load_data(recipe.data)
     model = CctForImageClassification(CctConfig(width=width, num_labels=len(data.class_names))) if width else None
-    result = fit(recipe, model=model, data=data, resume=True)
+    result = train_recipe(recipe, model=model, data=data, resume=True)
     settings = {"model": (None, None)} if width else {"model": (None, None), **SETTINGS}
     held_out = MemorySplit(*data.val.fetch(torch.arange(min(2000, len(data.val)))), [])
     row = {

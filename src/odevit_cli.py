@@ -1,16 +1,29 @@
-"""The command line. It only parses and calls.
+"""The command line: a table of verbs. Each declares its options here, and calls the function of the same options.
 
 It stands beside the package, not in it: importing `odevit` brings torch and transformers (and registers the model with
-transformers), which takes seconds, while `odevit --help` must answer at once.
+transformers), which takes seconds, while `--help` must answer at once.
 """
 
+import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+VERBS: dict[str, str] = {
+    "quickstart": "odevit.commands.quickstart:quickstart",
+    "info": "odevit.commands.info:info",
+    "train": "odevit.commands.train:train",
+    "eval": "odevit.commands.evaluate:evaluate",
+    "predict": "odevit.commands.predict:predict",
+    "distill": "odevit.commands.distill:distill",
+    "analyze": "odevit.commands.analyze:analyze",
+    "audit": "odevit.commands.audit:audit",
+    "page": "odevit.commands.page:page",
+}  # verb → module:function
 
 app = typer.Typer(
     help="Vision Transformers as ordinary differential equations.",
@@ -20,7 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Override = Annotated[
+Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the recipe.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the recipe's output folder.")]
@@ -36,14 +49,18 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder to w
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def call(verb: str, options: dict[str, Any]) -> Any:
+    """Import the function of a verb, and torch with it, and call it."""
+    module, _, name = VERBS[verb].partition(":")
+    return getattr(importlib.import_module(module), name)(**options)
+
+
 @app.command()
 def quickstart(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to.")] = Path("runs/quickstart"),
 ) -> None:
-    """Three minutes: train a small ViT on handwritten digits, turn it into an ODE-ViT, and report what happened."""
-    from odevit.commands.quickstart import main as run
-
-    run(output)
+    """Two minutes: train a small ViT on handwritten digits, turn it into an ODE-ViT, and report what happened."""
+    call("quickstart", locals())
 
 
 @app.command()
@@ -54,37 +71,23 @@ def info(
     as_json: AsJson = False,
 ) -> None:
     """Parameters, multiply-accumulates, bytes and the Lipschitz bound of a model."""
-    from odevit.commands.console import print_info
-    from odevit.dynamics.cost import describe
-    from odevit.model.config import PRESETS
-    from odevit.model.model import OdeViTForImageClassification
-    from odevit.training.classifiers import load_odevit
-
-    known = model in PRESETS
-    if not known and "/" not in model and not Path(model).exists():
-        raise ValueError(f"unknown model {model!r}: neither a folder, nor a hub name, nor one of {', '.join(PRESETS)}")
-    network = OdeViTForImageClassification.from_preset(model) if known else load_odevit(model)
-    print_info(model, describe(network.eval(), num_steps=steps, solver=solver), as_json)
+    call("info", locals())
 
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="YAML file.")],
-    set_: Override = None,
+    recipe: Annotated[str, typer.Argument(help="YAML file.")],
+    overrides: Overrides = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     strict: Strict = False,
 ) -> None:
-    """Train an ODE-ViT, or fine-tune any Hugging Face image classifier, as a recipe says."""
-    from odevit.recipe import Recipe
-    from odevit.training.loop import fit
-
-    overrides = [*(set_ or []), *(["data.strict=true"] if strict else [])]
-    fit(Recipe.load(recipe, overrides), resume=resume, overwrite=overwrite)
+    """Train an ODE-ViT, fine-tune any Hugging Face image classifier, or distil a teacher, as a recipe says."""
+    call("train", locals())
 
 
 @app.command(name="eval")
-def evaluate_(
+def evaluate(
     model: Annotated[str, typer.Argument(help="Folder or hub name of an image classifier.")],
     data: DataName,
     steps: Steps = None,
@@ -94,15 +97,7 @@ def evaluate_(
     as_json: AsJson = False,
 ) -> None:
     """Top-1/3/5 accuracy of a model, from exact counts."""
-    from odevit.commands.console import print_numbers
-    from odevit.commands.study import choose_split, load_data_for
-    from odevit.training.classifiers import load_classifier
-    from odevit.training.evaluation import evaluate
-
-    network = load_classifier(model)
-    chosen = choose_split(load_data_for(network, data, max_images), split)
-    result = evaluate(network, chosen, num_steps=steps, solver=solver)
-    print_numbers(f"{model} on {data} ({split})", result, as_json)
+    call("eval", locals())
 
 
 @app.command()
@@ -116,10 +111,7 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each image.")] = False,
 ) -> None:
     """What is in these images? A file that cannot be read is named, and the rest goes on."""
-    from odevit.commands.predict import predict as run
-
-    failed = run(model, images, top_k=top_k, as_json=as_json, attention=attention, steps=steps, solver=solver)
-    if failed:
+    if call("predict", locals()):  # the number of images that could not be read
         raise typer.Exit(1)
 
 
@@ -127,8 +119,8 @@ def predict(
 def distill(
     teacher: Annotated[str | None, typer.Option(help="Folder or hub name of a trained ViT.")] = None,
     data: Annotated[str | None, typer.Option("--data", help="As in eval; overrides the recipe's.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="YAML file; default: the built-in recipe.")] = None,
-    set_: Override = None,
+    recipe: Annotated[str | None, typer.Option(help="YAML file; default: the built-in recipe.")] = None,
+    overrides: Overrides = None,
     output: Output = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -137,15 +129,11 @@ def distill(
         bool,
         typer.Option("--smoke", help="A tiny random teacher of the same family on digits, two steps: does it run?"),
     ] = False,
+    report: Annotated[bool, typer.Option(help="End with the report of `analyze --teacher --quick`.")] = True,
+    max_images: Annotated[int | None, typer.Option("--max-images", help="Images of the report; default: 64.")] = None,
 ) -> None:
     """Turn a trained ViT into an ODE-ViT with about ten times fewer parameters."""
-    from odevit.commands.distill import run_distillation
-
-    overrides = [*(set_ or []), *(["data.strict=true"] if strict else [])]
-    run_distillation(
-        teacher=teacher, data=data, recipe=recipe, overrides=overrides, output=output, resume=resume,
-        overwrite=overwrite, smoke=smoke,
-    )  # fmt: skip
+    call("distill", locals())
 
 
 @app.command()
@@ -155,12 +143,11 @@ def analyze(
     teacher: Annotated[str | None, typer.Option(help="Folder or hub name of its teacher.")] = None,
     only: Annotated[str | None, typer.Option(help="Comma-separated analyses; default: all.")] = None,
     max_images: Annotated[int, typer.Option("--max-images", help="Test images to look at, drawn at random.")] = 256,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer solvers and images in the slow analyses.")] = False,
     output: Output = None,
 ) -> None:
     """See the dynamics: Lyapunov exponents, stability, contraction, step robustness, attention … in one report."""
-    from odevit.commands.study import analyze as run
-
-    run(model, data, teacher=teacher, only=only.split(",") if only else None, max_images=max_images, output=output)
+    call("analyze", locals())
 
 
 @app.command()
@@ -172,9 +159,7 @@ def audit(
     output: Output = None,
 ) -> None:
     """Is this ViT ODE-able? Velocity, curvature and tied-field residual of its layers, before any training."""
-    from odevit.commands.study import audit as run
-
-    run(teacher, data, image_size=image_size, max_images=max_images, output=output)
+    call("audit", locals())
 
 
 @app.command()
@@ -188,9 +173,7 @@ def page(
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("page.html"),
 ) -> None:
     """One HTML file that runs the model in a browser: draw or drop an image, and watch it flow."""
-    from odevit.commands.page import page as run
-
-    run(model, data=data, teacher=teacher, title=title, output=output)
+    call("page", locals())
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from odevit import OdeViTForImageClassification
+from odevit.commands.train import train_recipe
 from odevit.recipe import Recipe
-from odevit.training.loop import fit
 from odevit.training.runlog import read_metrics
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -29,7 +29,7 @@ def test_a_model_of_format_1_gives_the_logits_it_gave():
 def test_a_run_of_format_1_resumes_to_what_it_would_have_become(tmp_path):
     shutil.copytree(FIXTURES / "run-format1", tmp_path / "run")
     recipe = Recipe.load(tmp_path / "run" / "recipe.yaml", [f"output={tmp_path / 'run'}"])
-    result = fit(recipe, resume=True, progress_bar=False)
+    result = train_recipe(recipe, resume=True, progress_bar=False)
     assert result.metrics["steps"] == 24
     before = [json.loads(line) for line in (FIXTURES / "run-format1" / "whole-metrics.jsonl").read_text().splitlines()]
     now = read_metrics(tmp_path / "run")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from odevit.data import DataConfig
 from odevit.distill.objective import DistillConfig
 from odevit.parse import plain
-from odevit.training.config import BUDGETS, RunConfig
+from odevit.training.config import BUDGETS, PenaltyConfig, RunConfig
 
 
 @dataclass(kw_only=True)
@@ -29,12 +29,21 @@ class Recipe(RunConfig):
     task: Literal["train", "distill"] = "train"
     distill: DistillConfig | None = None  # read when the task is distill
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
-        recipe = super().from_dict(values)
-        if recipe.task == "distill" and recipe.distill is None:
-            recipe.distill = DistillConfig()
-        return recipe
+    def __post_init__(self) -> None:
+        if self.task != "distill":
+            return
+        self.distill = self.distill or DistillConfig()
+        if self.penalties.jasmin:
+            raise ValueError(
+                f"penalties belong to training with labels; in a distillation write distill.losses.jasmin="
+                f"{self.penalties.jasmin:g} instead of penalties.jasmin"
+            )
+        if self.penalties != PenaltyConfig():
+            raise ValueError("penalties belong to training with labels: a distillation has distill.losses instead")
+        if self.loop.fsdp:
+            raise ValueError(
+                "loop.fsdp works with task: train; a distillation trains a copy of the student per process"
+            )
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
@@ -50,11 +59,6 @@ class Recipe(RunConfig):
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold `key: value` lines, got {type(values).__name__}")
         return cls.from_dict(override(values, overrides))
-
-    def to_yaml(self) -> str:
-        import yaml
-
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
 
 def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:

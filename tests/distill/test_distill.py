@@ -21,6 +21,7 @@ from odevit.distill.objective import (
 from odevit.recipe import Recipe
 from odevit.teachers.teacher import TeacherTrace, load_teacher, tiny_teacher
 from odevit.training import loop as train
+from odevit.training.claim import claim_run
 from odevit.training.evaluation import model_input
 from odevit.training.integration import Integration
 from odevit.training.loop import fit
@@ -139,14 +140,14 @@ def test_attention_is_traced_only_when_it_is_compared(teacher_folder, data, tmp_
     asked, trace = [], objective.teacher.trace
     objective.teacher.trace = lambda images, attention=False: asked.append(attention) or trace(images, attention)
     images = model_input(student, data.train.images[:4])
-    options = {"targets": torch.eye(10)[:4], "indices": torch.arange(4), "num_steps": None}
+    options = {"targets": torch.eye(10)[:4], "indices": torch.arange(4), "integration": Integration()}
     early = objective(student, images, progress=0.1, **options)
     late = objective(student, images, progress=0.9, **options)
     assert asked == [False, True]
     assert (set(early.losses), early.logits, early.evaluations) == ({"collocation"}, None, 1)
     assert set(late.losses) == {"attention", "cls_path"}
     assert (late.logits.shape, late.evaluations) == ((4, 10), 3)
-    fewer = objective(student, images, progress=0.9, **{**options, "num_steps": 2})
+    fewer = objective(student, images, progress=0.9, **{**options, "integration": Integration(2)})
     assert fewer.evaluations == 2
 
 
@@ -176,6 +177,13 @@ def test_student_in_place_of_the_teacher_has_no_loss(teacher_folder, data, tmp_p
     assert float(sum(terms.losses.values()).detach()) == pytest.approx(0, abs=1e-9)
 
 
+def distil(recipe, data, *, resume=False):
+    """Only the training of `commands.distill.distill_recipe`."""
+    claim = claim_run(recipe, resume=resume)
+    student, objective = build(recipe, data)
+    return fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=False)
+
+
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 PHASES = {"collocation": 0.3, "forcing": 0.4, "losses": {"cls_path": 1.0, "patch_path": 0.5, "kl": 1.0, "jasmin": 0.01}}
@@ -199,7 +207,7 @@ def test_a_run_names_its_phases_spares_its_teacher_and_resumes_bit_for_bit(
     checksum = load_teacher(str(teacher_folder)).checksum()
     options = {"cache": cache, **PHASES, "optim": {"ema": 0.9}, "augment": {"crop": 1}, "model": {"dropout": 0.1}}
     options |= {"cache_views": 2} if cache == "all" else {}
-    whole = fit(recipe_of(tmp_path / "whole", teacher_folder, **options), data=data, progress_bar=False)
+    whole = distil(recipe_of(tmp_path / "whole", teacher_folder, **options), data)
     records = [record for record in read_metrics(whole.folder) if record["kind"] == "train"]
     assert [r["stage"] for r in records] == ["collocation"] * 3 + ["teacher forcing"] * 4 + ["unrolled"] * 3
     assert [r["evaluations"] for r in records] == [1] * 3 + [3] * 7
@@ -212,8 +220,8 @@ def test_a_run_names_its_phases_spares_its_teacher_and_resumes_bit_for_bit(
     with monkeypatch.context() as patch:
         sabotage(patch, step=6)
         with pytest.raises(ZeroDivisionError):
-            fit(broken, data=data, progress_bar=False)
-    resumed = fit(broken, data=data, resume=True, progress_bar=False)
+            distil(broken, data)
+    resumed = distil(broken, data, resume=True)
     assert (resumed.folder / "metrics.jsonl").read_bytes() == (whole.folder / "metrics.jsonl").read_bytes()
     ours, theirs = (load_file(run.folder / "model" / "model.safetensors") for run in (resumed, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -224,10 +232,7 @@ def test_a_run_names_its_phases_spares_its_teacher_and_resumes_bit_for_bit(
 
 
 def test_a_line_of_the_log_across_two_phases_divides_each_loss_by_the_steps_that_had_it(teacher_folder, data, tmp_path):
-    single, five = (
-        fit(recipe_of(tmp_path / str(n), teacher_folder, log_every=n, **PHASES), data=data, progress_bar=False)
-        for n in (1, 5)
-    )
+    single, five = (distil(recipe_of(tmp_path / str(n), teacher_folder, log_every=n, **PHASES), data) for n in (1, 5))
     steps = [record for record in read_metrics(single.folder) if record["kind"] == "train"][:5]
     line = next(record for record in read_metrics(five.folder) if record["kind"] == "train")
     assert [set(step["losses"]) == {"collocation"} for step in steps] == [True] * 3 + [False] * 2
@@ -243,7 +248,7 @@ def test_cached_and_online_teachers_give_the_same_losses(cache, teacher_folder, 
     losses = []
     for kind in ("none", cache):
         recipe = recipe_of(tmp_path / kind, teacher_folder, cache=kind, **options)
-        folder = fit(recipe, data=data, progress_bar=False).folder
+        folder = distil(recipe, data).folder
         losses.append([r["losses"] for r in read_metrics(folder) if r["kind"] == "train"])
     assert len(losses[0]) == 10
     for online, cached in zip(*losses, strict=True):
@@ -264,10 +269,10 @@ def test_with_a_cache_the_teacher_never_runs_again_and_nothing_is_augmented_twic
     monkeypatch.setattr(
         Distillation,
         "observe",
-        lambda self, images, rows, attention: seen.append((images, rows)) or self.cache.trace(rows),
+        lambda self, model, images, rows, attention: seen.append((images, rows)) or self.cache.trace(rows),
     )
     monkeypatch.setattr(objective.teacher, "trace", lambda *_: pytest.fail("the teacher ran"))
-    fit(recipe, model=student, objective=objective, data=data, progress_bar=False)
+    fit(recipe, claim_run(recipe), model=student, objective=objective, data=data, progress_bar=False)
     assert len(seen) == 3
     for images, rows in seen:
         assert torch.equal(images, model_input(student, objective.cache.split.images[rows]))

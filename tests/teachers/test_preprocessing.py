@@ -12,7 +12,7 @@ from odevit.analysis import Study
 from odevit.analysis.comparison import compare
 from odevit.analysis.contraction import agreement
 from odevit.analysis.robustness import _teacher_accuracy
-from odevit.commands.study import load_data_for
+from odevit.commands.evaluate import load_data_for
 from odevit.data import prepare
 from odevit.data.splits import MemorySplit
 from odevit.distill.objective import Distillation, DistillConfig, TeacherStatistics

@@ -5,9 +5,9 @@ import torch
 from tiny_runs import MODEL, tiny_recipe
 
 from odevit import OdeViTForImageClassification
+from odevit.commands.train import train_recipe
 from odevit.data import DataConfig, load_data
 from odevit.training.classifiers import adapt_to_data, build_classifier, save_classifier
-from odevit.training.loop import fit
 
 VIT = {"type": "vit", "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 VIT |= {"intermediate_size": 64}
@@ -40,10 +40,10 @@ def test_from_scratch(spec, size, data):
 def test_fine_tuning_a_saved_classifier_at_another_size(tmp_path, data):
     recipe = tiny_recipe(tmp_path / "a", optim={"steps": 3})
     recipe.model = VIT
-    teacher = fit(recipe, data=data, progress_bar=False)
+    teacher = train_recipe(recipe, data=data, progress_bar=False)
     recipe = tiny_recipe(tmp_path / "b", optim={"steps": 3})
     recipe.model = {"pretrained": str(teacher.folder / "model"), "image_size": 16}
-    student = fit(recipe, data=data, progress_bar=False).model
+    student = train_recipe(recipe, data=data, progress_bar=False).model
     assert type(student).__name__ == "ViTForImageClassification"
     assert student.config.image_size == 16
     assert list(student.config.image_mean) == pytest.approx(data.mean)
@@ -63,7 +63,7 @@ def test_training_the_head_alone_leaves_the_rest_as_it_was(tmp_path, data):
     backbone.save_pretrained(tmp_path / "dino")
     recipe = tiny_recipe(tmp_path / "run", optim={"steps": 3})
     recipe.model = {"pretrained": str(tmp_path / "dino"), "train": "head"}
-    trained = fit(recipe, data=data, progress_bar=False).model
+    trained = train_recipe(recipe, data=data, progress_bar=False).model
     before = backbone.state_dict()
     assert all(torch.equal(value, before[name]) for name, value in trained.base_model.state_dict().items())
     assert trained.classifier.weight.shape == (10, 32)

@@ -13,8 +13,8 @@ from child_processes import start_pair, wait_for_child
 from safetensors.torch import load_file
 from tiny_runs import tiny_recipe
 
+from odevit.commands.train import train_recipe
 from odevit.recipe import Recipe
-from odevit.training.loop import fit
 from odevit.training.runlog import read_metrics
 
 
@@ -56,8 +56,8 @@ def runs(tmp_path_factory):
     recipe.write_text(distributed_recipe(folder / "two").to_yaml())
     sharded.write_text(teacher_recipe(folder / "sharded", fsdp=True).to_yaml())
     two = start_torchrun(str(recipe))
-    fit(distributed_recipe(folder / "one"), progress_bar=False)
-    fit(teacher_recipe(folder / "whole", fsdp=False), progress_bar=False)
+    train_recipe(distributed_recipe(folder / "one"), progress_bar=False)
+    train_recipe(teacher_recipe(folder / "whole", fsdp=False), progress_bar=False)
     copy_as_of_step_15(folder / "one", folder / "one-then-two")
     output = f"output={folder / 'one-then-two'}"
     for command in (["train", str(recipe), "--set", output, "--resume"], ["train", str(sharded)]):
@@ -65,9 +65,9 @@ def runs(tmp_path_factory):
     _, errors = two.communicate(timeout=200)
     assert two.returncode == 0, errors[-3000:]
     copy_as_of_step_15(folder / "two", folder / "two-then-one")
-    fit(distributed_recipe(folder / "two-then-one"), resume=True, progress_bar=False)
+    train_recipe(distributed_recipe(folder / "two-then-one"), resume=True, progress_bar=False)
     copy_as_of_step_15(folder / "sharded", folder / "sharded-then-whole")
-    fit(teacher_recipe(folder / "sharded-then-whole", fsdp=False), resume=True, progress_bar=False)
+    train_recipe(teacher_recipe(folder / "sharded-then-whole", fsdp=False), resume=True, progress_bar=False)
     return folder
 
 
@@ -125,4 +125,4 @@ def test_a_sharded_checkpoint_is_a_plain_one(runs):
 )
 def test_fsdp_says_what_it_works_with(optim, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        fit(tiny_recipe(tmp_path / "run", optim=optim, loop={"fsdp": True}), progress_bar=False)
+        train_recipe(tiny_recipe(tmp_path / "run", optim=optim, loop={"fsdp": True}), progress_bar=False)

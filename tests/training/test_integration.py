@@ -6,9 +6,10 @@ import pytest
 import torch
 from tiny_runs import tiny_recipe
 
+from odevit.commands.train import train_recipe
 from odevit.training.config import LoopConfig
 from odevit.training.integration import Integration, draw_integration, parse_setting
-from odevit.training.loop import TrainingInterrupted, fit
+from odevit.training.loop import TrainingInterrupted
 from odevit.training.runlog import read_metrics
 
 
@@ -56,7 +57,9 @@ def test_anytime_reads_the_head_in_the_second_half():
 )
 def test_impossible_schedules_are_refused_before_the_first_step(tmp_path, schedule, message):
     with pytest.raises(ValueError, match=message):
-        fit(tiny_recipe(tmp_path, model={"num_fields": 2}, loop={"step_schedule": schedule}), progress_bar=False)
+        train_recipe(
+            tiny_recipe(tmp_path, model={"num_fields": 2}, loop={"step_schedule": schedule}), progress_bar=False
+        )
 
 
 def test_a_setting_is_a_number_or_a_solver_with_one():
@@ -67,7 +70,7 @@ def test_a_setting_is_a_number_or_a_solver_with_one():
 
 def test_a_run_with_drawn_steps_resumes_bit_for_bit(tmp_path, monkeypatch):
     changes = {"loop": {"step_schedule": [[0, [1, 2, 3, "heun 2"]]], "anytime": 0.3}}
-    whole = fit(tiny_recipe(tmp_path / "whole", **changes), progress_bar=False)
+    whole = train_recipe(tiny_recipe(tmp_path / "whole", **changes), progress_bar=False)
     evaluations = {r["evaluations"] for r in read_metrics(tmp_path / "whole") if r["kind"] == "train"}
     assert len(evaluations) > 1
     from odevit.training.loop import Run
@@ -81,8 +84,8 @@ def test_a_run_with_drawn_steps_resumes_bit_for_bit(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Run, "train_step", stop_at_13)
     with pytest.raises(TrainingInterrupted):
-        fit(tiny_recipe(tmp_path / "run", **changes), progress_bar=False)
+        train_recipe(tiny_recipe(tmp_path / "run", **changes), progress_bar=False)
     monkeypatch.setattr(Run, "train_step", original)
-    resumed = fit(tiny_recipe(tmp_path / "run", **changes), resume=True, progress_bar=False)
+    resumed = train_recipe(tiny_recipe(tmp_path / "run", **changes), resume=True, progress_bar=False)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name

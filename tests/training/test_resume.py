@@ -10,10 +10,10 @@ from child_processes import start_child, wait_for_child
 from safetensors.torch import load_file
 from tiny_runs import stateful_recipe, tiny_recipe
 
+from odevit.commands.train import train_recipe
 from odevit.training import checkpoint
 from odevit.training import loop as train
 from odevit.training.checkpoint import CheckpointStore
-from odevit.training.loop import fit
 
 
 def run_child(folder: Path, sabotage: tuple = (), resume: bool = False) -> int:
@@ -24,7 +24,7 @@ def run_child(folder: Path, sabotage: tuple = (), resume: bool = False) -> int:
 def _child(folder: Path, sabotage: tuple, resume: bool) -> None:
     if sabotage:
         SABOTAGES[sabotage[0]](*sabotage[1:])
-    fit(stateful_recipe(folder), resume=resume, progress_bar=False)
+    train_recipe(stateful_recipe(folder), resume=resume, progress_bar=False)
 
 
 def _signal_at_step(step: int, number: int) -> None:
@@ -149,7 +149,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_gives_the_handlers_back(tmp_path, mo
 
     monkeypatch.setattr(train.Run, "train_step", train_step)
     with pytest.raises(SystemExit) as stopped:
-        fit(tiny_recipe(tmp_path / "run"), progress_bar=False)
+        train_recipe(tiny_recipe(tmp_path / "run"), progress_bar=False)
     assert stopped.value.code == 130
     assert f"odevit train {tmp_path / 'run'}/recipe.yaml --resume" in capsys.readouterr().err
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
@@ -157,33 +157,33 @@ def test_ctrl_c_saves_says_how_to_go_on_and_gives_the_handlers_back(tmp_path, mo
 
 
 def test_resume_with_another_recipe_names_the_keys(tmp_path):
-    fit(tiny_recipe(tmp_path / "run", optim={"steps": 5}), progress_bar=False)
+    train_recipe(tiny_recipe(tmp_path / "run", optim={"steps": 5}), progress_bar=False)
     with pytest.raises(ValueError, match=r"optim\.lr: 0\.003 in the run, 0\.1 now"):
-        fit(tiny_recipe(tmp_path / "run", optim={"steps": 5, "lr": 0.1}), resume=True, progress_bar=False)
-    longer = fit(tiny_recipe(tmp_path / "run", optim={"steps": 8}), resume=True, progress_bar=False)
+        train_recipe(tiny_recipe(tmp_path / "run", optim={"steps": 5, "lr": 0.1}), resume=True, progress_bar=False)
+    longer = train_recipe(tiny_recipe(tmp_path / "run", optim={"steps": 8}), resume=True, progress_bar=False)
     assert longer.metrics["steps"] == 8
 
 
 def test_damaged_newest_checkpoint_falls_back(tmp_path):
     recipe = tiny_recipe(tmp_path / "run", optim={"steps": 12})
-    expected = fit(recipe, progress_bar=False).model.state_dict()
+    expected = train_recipe(recipe, progress_bar=False).model.state_dict()
     before, newest = CheckpointStore(tmp_path / "run" / "checkpoints", 2).paths()
     with (newest / "state.pt").open("r+b") as file:
         file.seek(2000)
         file.write(b"damage")
     (tmp_path / "run" / "result.json").unlink()
     with pytest.warns(UserWarning, match="damaged"):
-        resumed = fit(recipe, resume=True, progress_bar=False)
+        resumed = train_recipe(recipe, resume=True, progress_bar=False)
     assert before.name == "step-00000010"
     assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
 
 
 def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path / "run", optim={"steps": 4})
-    first = fit(recipe, progress_bar=False)
+    first = train_recipe(recipe, progress_bar=False)
     monkeypatch.setattr(train.Run, "train_step", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(train, "evaluate", lambda *_, **__: pytest.fail("evaluated again"))
-    again = fit(recipe, resume=True, progress_bar=False)
+    again = train_recipe(recipe, resume=True, progress_bar=False)
     assert again.metrics == first.metrics
     assert all(torch.equal(v, first.model.state_dict()[n]) for n, v in again.model.state_dict().items())
 
@@ -191,5 +191,5 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
 def test_a_run_ends_with_a_checkpoint_of_its_last_step(tmp_path):
     """Also where the last step is validated but is no multiple of checkpoint_every."""
     recipe = tiny_recipe(tmp_path / "run", optim={"steps": 8})  # validated at 8, checkpoints at 5
-    fit(recipe, progress_bar=False)
+    train_recipe(recipe, progress_bar=False)
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1].endswith("8")

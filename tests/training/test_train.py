@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from odevit import NonFiniteStateError, OdeViTConfig, OdeViTForImageClassification
+from odevit.commands.train import train_recipe
 from odevit.data import DataConfig, load_data
 from odevit.model.solvers import Grid
 from odevit.recipe import Recipe, override
@@ -21,7 +22,7 @@ from odevit.training.checkpoint import CheckpointError, CheckpointStore
 from odevit.training.config import PenaltyConfig
 from odevit.training.evaluation import evaluate, model_input
 from odevit.training.integration import Integration
-from odevit.training.loop import TrainingDivergedError, fit
+from odevit.training.loop import TrainingDivergedError
 from odevit.training.objectives import Classification, Terms, transport_cost
 from odevit.training.runlog import read_metrics
 
@@ -52,7 +53,7 @@ class Spy(Classification):
 
 
 def test_run_folder_and_final_model(tmp_path, data):
-    result = fit(tiny_recipe(tmp_path / "run", optim={"steps": 60, "lr": 1e-2}), data=data, progress_bar=False)
+    result = train_recipe(tiny_recipe(tmp_path / "run", optim={"steps": 60, "lr": 1e-2}), data=data, progress_bar=False)
     assert result.metrics["split"] == "test"
     assert result.metrics["top1"] > 0.6  # chance is 0.1
     names = {path.name for path in result.folder.iterdir()}
@@ -106,13 +107,13 @@ def test_test_split_is_read_once_and_only_at_the_end(tmp_path, data):
             return (self.fetch(indices) for indices in batches)
 
     watched = dataclasses.replace(data, test=Watched())
-    fit(tiny_recipe(tmp_path), data=watched, objective=Spy(lambda *_: steps.append(1)), progress_bar=False)
+    train_recipe(tiny_recipe(tmp_path), data=watched, objective=Spy(lambda *_: steps.append(1)), progress_bar=False)
     assert {step for step, _ in reads} == {24}
     assert torch.cat([indices for _, indices in reads]).sort().values.equal(torch.arange(len(data.test)))
 
 
 def test_without_test_split_the_numbers_say_so(tmp_path, data):
-    result = fit(
+    result = train_recipe(
         tiny_recipe(tmp_path, optim={"steps": 4}), data=dataclasses.replace(data, test=None), progress_bar=False
     )
     assert result.metrics["split"] == "val"
@@ -124,7 +125,7 @@ def test_dropout_is_active_after_validation(tmp_path, data):
     active = []
     spy = Spy(lambda model, _: active.append(all(m.training for m in model.modules())))
     recipe = tiny_recipe(tmp_path, model={"dropout": 0.1}, optim={"steps": 6}, loop={"eval_every": 1})
-    fit(recipe, data=data, objective=spy, progress_bar=False)
+    train_recipe(recipe, data=data, objective=spy, progress_bar=False)
     assert active == [True] * 6
 
 
@@ -138,7 +139,7 @@ def test_clipping_clips(tmp_path, data):
     handle = register_optimizer_step_pre_hook(look)
     try:
         recipe = tiny_recipe(tmp_path, optim={"steps": 5, "clip": 1e-3}, loop={"log_every": 1})
-        fit(recipe, data=data, progress_bar=False)
+        train_recipe(recipe, data=data, progress_bar=False)
     finally:
         handle.remove()
     reported = [r["gradient_norm"] for r in read_metrics(tmp_path) if r["kind"] == "train"]
@@ -150,26 +151,26 @@ def test_clipping_clips(tmp_path, data):
 @pytest.fixture(scope="module")
 def plain_weights(tmp_path_factory, data):
     recipe = tiny_recipe(tmp_path_factory.mktemp("plain"), optim={"steps": 8})
-    return fit(recipe, data=data, progress_bar=False).model.state_dict()
+    return train_recipe(recipe, data=data, progress_bar=False).model.state_dict()
 
 
 @pytest.mark.parametrize("change", ["optim.accumulate=3", "loop.recompute=true", "loop.compile=true"])
 def test_saving_memory_and_time_does_not_change_the_numbers(change, tmp_path, data, plain_weights):
     values = override(tiny_recipe(tmp_path, optim={"steps": 8}).to_dict(), [change])
-    other = fit(Recipe.from_dict(values), data=data, progress_bar=False).model
+    other = train_recipe(Recipe.from_dict(values), data=data, progress_bar=False).model
     for name, value in plain_weights.items():
         torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_step_schedule_and_its_evaluations(tmp_path, data):
     recipe = tiny_recipe(tmp_path, optim={"steps": 4}, loop={"log_every": 1, "step_schedule": [[0, 1], [0.5, 3]]})
-    fit(recipe, data=data, progress_bar=False)
+    train_recipe(recipe, data=data, progress_bar=False)
     assert [r["evaluations"] for r in read_metrics(tmp_path) if r["kind"] == "train"] == [1, 1, 3, 3]
 
 
 def test_averaged_weights_are_what_is_evaluated_and_saved(tmp_path, data):
     recipe = tiny_recipe(tmp_path, optim={"steps": 8, "ema": 0.99}, loop={"checkpoint_every": 8})
-    result = fit(recipe, data=data, progress_bar=False)
+    result = train_recipe(recipe, data=data, progress_bar=False)
     state, _ = CheckpointStore(tmp_path / "checkpoints", 2).load()
     for name, value in state["average"].items():
         assert torch.equal(result.model.state_dict()[name], value)
@@ -178,7 +179,7 @@ def test_averaged_weights_are_what_is_evaluated_and_saved(tmp_path, data):
 
 def test_minutes_are_kept(tmp_path, data):
     began = time.monotonic()
-    result = fit(tiny_recipe(tmp_path, optim={"minutes": 0.05}), data=data, progress_bar=False)
+    result = train_recipe(tiny_recipe(tmp_path, optim={"minutes": 0.05}), data=data, progress_bar=False)
     assert 3.0 <= result.metrics["seconds"] < 4.5
     assert time.monotonic() - began < 10
     last = [r for r in read_metrics(tmp_path) if r["kind"] == "train"][-1]
@@ -189,18 +190,18 @@ def test_compile_is_asked_of_each_field(tmp_path, data, monkeypatch):
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
     recipe = tiny_recipe(tmp_path, model={"num_fields": 2}, optim={"steps": 1}, loop={"compile": True})
-    fit(recipe, data=data, progress_bar=False)
+    train_recipe(recipe, data=data, progress_bar=False)
     assert compiled == ["VectorField", "VectorField"]
 
 
 def test_monitors_and_tensorboard(tmp_path, data):
     pytest.importorskip("tensorboard")
-    fit(
+    train_recipe(
         tiny_recipe(tmp_path / "a", optim={"steps": 4}, loop={"monitor_every": 2, "tensorboard": True}),
         data=data,
         progress_bar=False,
     )
-    fit(tiny_recipe(tmp_path / "b", optim={"steps": 4}), data=data, progress_bar=False)
+    train_recipe(tiny_recipe(tmp_path / "b", optim={"steps": 4}), data=data, progress_bar=False)
     records = read_metrics(tmp_path / "a")
     monitored = [r for r in records if r["kind"] == "monitor"]
     assert [r["step"] for r in monitored] == [2, 4]
@@ -231,7 +232,7 @@ def test_divergence_stops_within_the_step(fault, tmp_path, data):
 
     model = tiny_model()
     with pytest.raises(TrainingDivergedError, match=r"step 7.*step-00000005.*optim\.lr") as caught:
-        fit(tiny_recipe(tmp_path), data=data, model=model, objective=Spy(look), progress_bar=False)
+        train_recipe(tiny_recipe(tmp_path), data=data, model=model, objective=Spy(look), progress_bar=False)
     assert caught.value.step == 7
     assert len(steps) == 8
     assert torch.equal(model.classifier.weight, weights[0])
@@ -251,24 +252,24 @@ def test_full_disk_leaves_the_last_checkpoint(tmp_path, data, monkeypatch):
 
     monkeypatch.setattr(torch, "save", save)
     with pytest.raises(CheckpointError, match=r"No space left on device.*step-00000005.*Free some space"):
-        fit(tiny_recipe(tmp_path), data=data, progress_bar=False)
+        train_recipe(tiny_recipe(tmp_path), data=data, progress_bar=False)
     _, meta = CheckpointStore(tmp_path / "checkpoints", 2).load()
     assert meta["step"] == 5
     assert not list(tmp_path.rglob(".tmp-*"))
-    fit(tiny_recipe(tmp_path), data=data, resume=True, progress_bar=False)
+    train_recipe(tiny_recipe(tmp_path), data=data, resume=True, progress_bar=False)
 
 
 def test_a_taken_folder_is_refused(tmp_path, data):
-    fit(tiny_recipe(tmp_path, optim={"steps": 1}), data=data, progress_bar=False)
+    train_recipe(tiny_recipe(tmp_path, optim={"steps": 1}), data=data, progress_bar=False)
     with pytest.raises(ValueError, match=r"already holds a run.*--resume"):
-        fit(tiny_recipe(tmp_path, optim={"steps": 1}), data=data, progress_bar=False)
-    result = fit(tiny_recipe(tmp_path, optim={"steps": 2}), data=data, overwrite=True, progress_bar=False)
+        train_recipe(tiny_recipe(tmp_path, optim={"steps": 1}), data=data, progress_bar=False)
+    result = train_recipe(tiny_recipe(tmp_path, optim={"steps": 2}), data=data, overwrite=True, progress_bar=False)
     assert result.metrics["steps"] == 2
 
 
 def test_a_batch_larger_than_the_split_is_refused(tmp_path, data):
     with pytest.raises(ValueError, match="5000 is more than the 640 training images"):
-        fit(tiny_recipe(tmp_path, optim={"batch_size": 5000}), data=data, progress_bar=False)
+        train_recipe(tiny_recipe(tmp_path, optim={"batch_size": 5000}), data=data, progress_bar=False)
 
 
 # --- objectives -------------------------------------------------------------------------------------------------------

@@ -1,50 +1,62 @@
 """A student and its teacher side by side: what it kept, and what it costs."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from odevit.analysis import Finding, Study, register_analysis
 from odevit.analysis.contraction import agreement
-from odevit.commands.console import print_table
 from odevit.data import Split
 from odevit.distill.student import parameter_report
 from odevit.dynamics.cost import count_macs, milliseconds_per_image
 from odevit.teachers.teacher import Teacher
 from odevit.training.evaluation import model_input
 
+TIMED_IMAGES = 64
+
+
+def compare(student: Any, teacher: Teacher, split: Split) -> dict[str, Any]:
+    """Accuracy, agreement (observed and certified), parameters, multiply-accumulates and milliseconds of both."""
+    batches = split.stream(list(torch.arange(len(split)).split(256)))
+    return compare_on(student.eval(), teacher, ((model_input(student, images), labels) for images, labels in batches))
+
 
 @torch.no_grad()
-def compare(student: Any, teacher: Teacher, split: Split, *, max_images: int | None = None) -> dict[str, Any]:
-    """Accuracy, agreement (observed and certified), parameters, multiply-accumulates and milliseconds of both."""
-    student = student.eval()
-    count = len(split) if max_images is None else min(len(split), max_images)
-    right_student = right_teacher = observed = certified = 0
-    note, certifiable = "", True
-    for images, labels in split.stream(list(torch.arange(count).split(256))):
-        batch = agreement(student, teacher, model_input(student, images), labels)
+def compare_on(student: Any, teacher: Teacher, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """The same on batches of prepared images (b, c, S, S) and labels (b,)."""
+    device = next(student.parameters()).device
+    count = right_student = right_teacher = observed = certified = 0
+    note, certifiable, timed = "", True, None
+    for images, labels in batches:
+        images = images.to(device)
+        timed = images[:TIMED_IMAGES] if timed is None else timed
+        batch = agreement(student, teacher, images, labels)
+        count += len(labels)
         right_student += int(batch["student_right"].sum())
         right_teacher += int(batch["teacher_right"].sum())
         observed += int((batch["student_answers"] == batch["teacher_answers"]).sum())
         certifiable = certifiable and batch["certified"] is not None
         certified += int(batch["certified_images"].sum()) if certifiable else 0
         note = note or batch["note"]
-    images = model_input(student, split.fetch(torch.arange(min(64, count)))[0])
-    times = milliseconds_per_image({"student": student, "teacher": teacher}, images)
-    report = parameter_report(student, teacher)
+    assert timed is not None
+    times = milliseconds_per_image({"student": student, "teacher": teacher.answer}, timed)
+    report, shape = parameter_report(student, teacher), tuple(timed.shape[1:])
     return {
         "images": count,
         "student": {
             "accuracy": right_student / count,
             "parameters": report.total,
             "trainable": report.trainable,
-            "macs": count_macs(student).total,
+            "macs": count_macs(student, shape=shape).total,
             "milliseconds": times["student"],
         },
         "teacher": {
             "accuracy": right_teacher / count,
             "parameters": report.teacher,
             "trainable": 0,
-            "macs": count_macs(teacher.module).total,
+            "macs": count_macs(teacher.module, shape=shape).total,
             "milliseconds": times["teacher"],
         },
         "agreement": observed / count,
@@ -54,29 +66,27 @@ def compare(student: Any, teacher: Teacher, split: Split, *, max_images: int | N
     }
 
 
-def print_comparison(comparison: dict[str, Any]) -> None:
+@register_analysis("comparison", summary="What did the student keep, and what does it cost?", needs_teacher=True)
+def run(study: Study) -> Iterator[Finding]:
+    assert study.teacher is not None
+    yield comparison_finding(compare_on(study.model, study.teacher, study.batches("comparison")))
+
+
+def comparison_finding(comparison: dict[str, Any]) -> Finding:
+    """The side-by-side table as a section of the report."""
     student, teacher = comparison["student"], comparison["teacher"]
-
-    def row(show: Any, key: str) -> dict[str, str]:
-        return {"student": show(student[key]), "teacher": show(teacher[key])}
-
-    print_table(
-        f"Side by side on {comparison['images']:,} images",
-        {
-            "accuracy": row(lambda v: f"{v:.2%}", "accuracy"),
-            "parameters": row(lambda v: f"{v:,}", "parameters"),
-            "of these trained here": row(lambda v: f"{v:,}", "trainable"),
-            "multiply-accumulates": row(lambda v: f"{v / 1e6:,.1f} M", "macs"),
-            "milliseconds an image": row(lambda v: f"{v:.2f}", "milliseconds"),
-        },
-        headers=("student", "teacher"),
+    rows = {
+        who: {
+            "accuracy": f"{numbers['accuracy']:.2%}",
+            "parameters": f"{numbers['parameters']:,}",
+            "multiply-accumulates": f"{numbers['macs'] / 1e6:,.2f} M",
+            "ms an image": f"{numbers['milliseconds']:.3f}",
+        }
+        for who, numbers in (("teacher", teacher), ("student", student))
+    }
+    text = (
+        f"The student answers {student['accuracy']:.1%} of {comparison['images']} images right, the teacher "
+        f"{teacher['accuracy']:.1%}; it has 1/{comparison['parameter_ratio']:.1f} of the teacher's parameters and "
+        f"gives the teacher's answer on {comparison['agreement']:.1%}."
     )
-    certified = comparison["certified_agreement"]
-    print(
-        f"The student has 1/{comparison['parameter_ratio']:.1f} of the parameters and agrees with its teacher on ",
-        end="",
-    )
-    print(f"{comparison['agreement']:.2%} of the images", end="")
-    print("." if certified is None else f"; on {certified:.2%} that is certain (contraction region).")
-    if comparison["note"]:
-        print(f"Note: {comparison['note']}.")
+    return Finding("comparison/side_by_side", rows, "Teacher and student", text, headline=text)

@@ -1,1 +1,8 @@
 """One function per verb: the only place that chooses task, device, ranks, printing and files."""
+
+import torch
+
+
+def best_device() -> torch.device:
+    """The accelerator of this machine, else the CPU."""
+    return torch.accelerator.current_accelerator() or torch.device("cpu")

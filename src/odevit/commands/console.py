@@ -1,7 +1,8 @@
-"""Numbers for people (tables) and for programs (JSON)."""
+"""What a person sees: tables, bars, and JSON for programs."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,48 @@ def print_info(name: str, numbers: Mapping[str, Any], as_json: bool) -> None:
     )
     if bound is not None:
         Console().print("[dim]The bound is local: at the tokens of one random image, per unit of time.[/]")
+
+
+def print_comparison(comparison: Mapping[str, Any]) -> None:
+    """What `analysis.comparison.compare` found."""
+    student, teacher = comparison["student"], comparison["teacher"]
+
+    def row(show: Callable[[Any], str], key: str) -> dict[str, str]:
+        return {"student": show(student[key]), "teacher": "–" if teacher[key] is None else show(teacher[key])}
+
+    print_table(
+        f"Side by side on {comparison['images']:,} images",
+        {
+            "accuracy": row(lambda v: f"{v:.2%}", "accuracy"),
+            "parameters": row(lambda v: f"{v:,}", "parameters"),
+            "of these trained here": row(lambda v: f"{v:,}", "trainable"),
+            "multiply-accumulates": row(lambda v: f"{v / 1e6:,.1f} M", "macs"),
+            "milliseconds an image": row(lambda v: f"{v:.2f}", "milliseconds"),
+        },
+        headers=("student", "teacher"),
+    )
+    certified = comparison["certified_agreement"]
+    certain = "." if certified is None else f"; on {certified:.2%} that is certain (contraction region)."
+    print(
+        f"The student has 1/{comparison['parameter_ratio']:.1f} of the parameters and agrees with its teacher on "
+        f"{comparison['agreement']:.2%} of the images{certain}"
+    )
+    if comparison["note"]:
+        print(f"Note: {comparison['note']}.")
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A callback (what, done, total) that draws one bar per analysis."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield progress

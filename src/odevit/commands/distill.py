@@ -1,14 +1,23 @@
-"""`odevit distill`: teacher and data in, student and a side-by-side comparison out."""
+"""`odevit distill`: teacher and data in; a student, a side-by-side comparison and a report out."""
 
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from odevit.analysis.comparison import compare, print_comparison
+import torch
+
+from odevit.analysis.comparison import compare, comparison_finding
+from odevit.commands.analyze import Report, write_study
+from odevit.commands.console import print_comparison
 from odevit.data import Data, load_data
 from odevit.distill.objective import build
 from odevit.recipe import Recipe, override
-from odevit.teachers.teacher import Teacher, tiny_teacher
+from odevit.teachers.teacher import Teacher, find_family, model_class, tiny_teacher
+from odevit.training.claim import claim_run
+from odevit.training.classifiers import adapt_to_data
 from odevit.training.loop import Result, fit
 
 # What `odevit distill --teacher … --data …` does without a recipe.
@@ -24,7 +33,11 @@ DEFAULT: dict[str, Any] = {
     "distill": {"losses": {"cls_path": 0.003, "kl": 1.0}, "placement": "uniform"},
 }  # fmt: skip
 
-SMOKE: dict[str, Any] = {"data": {"name": "digits", "image_size": 32, "limit": 128}, "augment": {}}
+SMOKE: dict[str, Any] = {
+    "output": "runs/smoke",
+    "data": {"name": "digits", "image_size": 32, "limit": 128},
+    "augment": {},
+}
 SMOKE_OVERRIDES = [
     "optim.steps=2",
     "optim.batch_size=16",
@@ -32,65 +45,101 @@ SMOKE_OVERRIDES = [
     "loop.compile=false",
     "distill.sample=32",
 ]
+QUICK_REPORT = Report(max_images=64, quick=True)  # a minute or two for a CIFAR student on two cores
 
 
-def run_distillation(
+def distill(
     *,
-    teacher: str | None,
-    data: str | None,
-    recipe: Path | None,
-    overrides: list[str],
-    output: Path | None,
-    resume: bool,
-    overwrite: bool,
-    smoke: bool,
-) -> dict[str, Any]:
-    """Distil as a recipe (or the built-in one) says, compare student and teacher on the test split, and print it."""
+    teacher: str | None = None,
+    data: str | None = None,
+    recipe: str | Path | None = None,
+    overrides: Sequence[str] | None = None,
+    output: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    strict: bool = False,
+    smoke: bool = False,
+    report: bool = True,
+    max_images: int | None = None,
+) -> Result:
+    """Turn a trained ViT into an ODE-ViT, as a recipe (or the built-in one) and what is given beside it say.
+
+    smoke: a tiny random teacher of the same family, two steps on digits, no report: does it run?
+    """
     values = Recipe.load(recipe).to_dict() if recipe else DEFAULT
-    assignments = [*overrides]
-    assignments += [f"distill.teacher={teacher}"] if teacher else []
-    assignments += [f"data.name={data}"] if data else []
-    assignments += [f"output={output}"] if output else []
+    if values["task"] != "distill":
+        raise ValueError(f"{recipe} trains without a teacher (it has no task: distill); run: odevit train {recipe}")
+    assignments = [*(overrides or ()), *(["data.strict=true"] if strict else [])]
+    for key, value in (("distill.teacher", teacher), ("data.name", data), ("output", output)):
+        assignments += [f"{key}={value}"] if value else []
     if smoke:
-        values = {**values, **SMOKE, "output": "runs/smoke"}
-        assignments = [*SMOKE_OVERRIDES, *assignments]
+        values, assignments = {**values, **SMOKE}, [*SMOKE_OVERRIDES, *assignments]
     if "data" not in values and not data:
         raise ValueError("distillation needs images: --data digits, a folder, parquet files or a hub dataset")
     loaded = Recipe.from_dict(override(values, assignments))
-    images = load_data(loaded.data)
     tiny = smoke_teacher(loaded) if smoke else None
-    result, network = distil(loaded, images, teacher=tiny, resume=resume, overwrite=overwrite or smoke)
-    comparison = compare(result.model, network, images.test or images.val)
-    (result.folder / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n")
-    print_comparison(comparison)
-    return comparison
+    wanted = replace(QUICK_REPORT, max_images=max_images or QUICK_REPORT.max_images) if report and not smoke else None
+    return distill_recipe(loaded, teacher=tiny, report=wanted, resume=resume, overwrite=overwrite or smoke)
 
 
-def smoke_teacher(recipe: Recipe) -> Teacher:
-    """A tiny random teacher of the family that the recipe's own teacher belongs to, judged by its name."""
-    assert recipe.distill is not None
-    name = recipe.distill.teacher.lower()
-    known = (("dinov2-with-registers", "dinov2-registers"), ("dinov2", "dinov2"), ("dino", "dino"), ("deit", "deit"))
-    family = next((family for part, family in known if part in name), "vit")
-    return tiny_teacher(family, image_size=32, patch_size=8, num_channels=1)
-
-
-def distil(
+def distill_recipe(
     recipe: Recipe,
-    data: Data,
     *,
     teacher: Teacher | None = None,
+    data: Data | None = None,
+    report: Report | None = QUICK_REPORT,
     resume: bool = False,
     overwrite: bool = False,
     progress_bar: bool = True,
-) -> tuple[Result, Teacher]:
-    """Build the student, run the loop, and prove that the teacher is what it was."""
-    student, objective = build(recipe, data, teacher)
+) -> Result:
+    """Claim the folder, build student and objective, train, prove that the teacher is what it was, compare, report.
+
+    Teacher and data are loaded as the recipe says unless given. The first process alone compares and reports.
+    """
+    assert recipe.distill is not None
+    claim = claim_run(recipe, resume=resume, overwrite=overwrite)
+    data = data or load_data(recipe.data)
+    student, objective = build(recipe, data, teacher, claim.device)
     teacher, before = objective.teacher, objective.teacher.checksum()
-    result = fit(
-        recipe, model=student, objective=objective, data=data, resume=resume, overwrite=overwrite,
-        progress_bar=progress_bar,
-    )  # fmt: skip
+    student = adapt_to_data(student, data)
+    result = fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=progress_bar)
     if teacher.checksum() != before:
         raise RuntimeError("the teacher was modified while the student was trained: do not trust this student")
-    return result, teacher
+    if not claim.first:
+        return result
+    comparison = compare(result.model, teacher, data.test or data.val)
+    (result.folder / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n")
+    print_comparison(comparison)
+    if report is not None:
+        names = {"model": str(result.folder / "model"), "data": recipe.data.name, "teacher": recipe.distill.teacher}
+        first = [comparison_finding(comparison)]
+        write_study(result.model, data, teacher, report.into(result.folder), names=names, first=first)
+    return result
+
+
+def smoke_teacher(recipe: Recipe) -> Teacher:
+    """A tiny random teacher of the family of the recipe's own teacher, as its config.json tells it."""
+    assert recipe.distill is not None
+    family = family_of(recipe.distill.teacher)
+    if family is None:
+        print(f"{recipe.distill.teacher or 'the teacher'} is not here, so its family is unknown: a tiny ViT stands in")
+    return tiny_teacher(family or "vit", image_size=32, patch_size=8, num_channels=1)
+
+
+def family_of(name: str) -> str | None:
+    """The family of a model by its config.json alone, in a folder or in the local cache of the hub; None without it."""
+    import transformers
+    from transformers.utils import cached_file
+
+    folder = Path(name) / "config.json"
+    found = str(folder) if folder.is_file() else None
+    if found is None and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        found = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    if found is None:
+        return None
+    values = json.loads(Path(found).read_text())
+    if "model_type" not in values:
+        return "timm" if "architecture" in values else None
+    config = transformers.AutoConfig.for_model(**values)
+    with torch.device("meta"):
+        return find_family(model_class(config)(config))

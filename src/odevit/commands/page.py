@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from odevit.commands.study import load_data_for
+from odevit.commands.evaluate import load_data_for
 from odevit.page import make_payload, write_page
 from odevit.training.classifiers import load_odevit
 

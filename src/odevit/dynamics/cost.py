@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,13 +22,20 @@ class Macs(NamedTuple):
     flow: int
 
 
-def count_macs(model: nn.Module, *, num_steps: int | None = None, solver: str | None = None) -> Macs:
+def count_macs(
+    model: nn.Module,
+    *,
+    num_steps: int | None = None,
+    solver: str | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Macs:
     """Counted by running the model on the meta device: shared blocks count as often as they run, attention included.
 
-    Works for any Hugging Face image classifier; `flow` is what the block stack costs without tokenizer and head. The
-    adaptive solvers choose their steps by the image, so they have no count: ValueError.
+    shape (c, H, W): of an image; default: as the model's config says, which timm's and torchvision's models have not.
+    `flow` is what the block stack costs without tokenizer and head. The adaptive solvers choose their steps by the
+    image, so they have no count: ValueError.
     """
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
     scheme = solver or getattr(config, "solver", None)
     if scheme in ADAPTIVE:
         raise ValueError(
@@ -36,7 +44,8 @@ def count_macs(model: nn.Module, *, num_steps: int | None = None, solver: str | 
         )
     ghost = copy.deepcopy(model).eval().to("meta")
     _drop_parametrizations(ghost)
-    image = torch.empty(1, config.num_channels, config.image_size, config.image_size, device="meta")
+    shape = shape or (config.num_channels, config.image_size, config.image_size)
+    image = torch.empty(1, *shape, device="meta")
     options = {name: value for name, value in (("num_steps", num_steps), ("solver", solver)) if value is not None}
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         ghost(image, **options)
@@ -95,13 +104,17 @@ def describe(model: Any, *, num_steps: int | None = None, solver: str | None = N
 
 
 @torch.no_grad()
-def milliseconds_per_image(models: dict[str, nn.Module], images: Tensor, repeats: int = 5) -> dict[str, float]:
+def milliseconds_per_image(
+    models: Mapping[str, Callable[[Tensor], Any]], images: Tensor, repeats: int = 5
+) -> dict[str, float]:
     """Median over repeats, the models taking turns, so that a noisy machine disturbs all of them alike."""
+    wait = torch.accelerator.synchronize if images.device.type != "cpu" else lambda: None
     times: dict[str, list[float]] = {name: [] for name in models}
     for repeat in range(repeats + 1):
         for name, model in models.items():
             start = time.perf_counter()
             model(images)
+            wait()
             if repeat:  # the first one warms up
                 times[name].append((time.perf_counter() - start) * 1000 / len(images))
     return {name: median(values) for name, values in times.items()}

@@ -109,11 +109,16 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """(b, c, S, S) -> (b, labels): the teacher's own logits."""
-        self.check(images)
-        logits = self.adapter.logits(self.module, images)
+        logits = self.answer(images)
         if logits is None:
             raise ValueError(f"this {self.family} teacher cannot classify: {self.anatomy.head_note}")
         return logits
+
+    @torch.no_grad()
+    def answer(self, images: Tensor) -> Tensor | None:
+        """(b, c, S, S) -> (b, labels), the teacher's own logits; None without a head, but run all the same."""
+        self.check(images)
+        return self.adapter.logits(self.module, images)
 
     @torch.no_grad()
     def trace(self, images: Tensor, attention: bool = False) -> TeacherTrace:
@@ -221,6 +226,13 @@ def find_family(module: nn.Module) -> str:
     )
 
 
+def model_class(config: Any) -> Any:
+    """The class of transformers that a checkpoint's config names."""
+    import transformers
+
+    return getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForImageClassification)
+
+
 def load_teacher(
     source: str | Path | nn.Module, image_size: int | None = None, patch_size: int | None = None
 ) -> Teacher:
@@ -279,7 +291,7 @@ def read_huggingface(name: str) -> tuple[nn.Module, Preprocessing]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(name)
-    kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForImageClassification)
+    kind = model_class(config)
     options = {"add_pooling_layer": False} if kind.__name__ in ("ViTModel", "DeiTModel") else {}  # unused and random
     module, info = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
     missing = [key for key in info["missing_keys"] if "mask_token" not in key]

@@ -116,6 +116,11 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         return plain(dataclasses.asdict(self))
 
+    def to_yaml(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
 
 def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(values)

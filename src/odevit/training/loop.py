@@ -16,17 +16,18 @@ from typing import Any
 import torch
 
 from odevit.atomic import write_file
-from odevit.data import Batch, Data, Split, batches, derive_seed, load_data, num_batches
+from odevit.data import Batch, Data, Split, batches, derive_seed, num_batches
 from odevit.data.augment import Augment, AugmentConfig
 from odevit.dynamics.cost import count_parameters
 from odevit.model.solvers import NonFiniteStateError
-from odevit.recipe import Recipe
 from odevit.training import checkpoint as ckpt
-from odevit.training.classifiers import adapt_to_data, build_classifier, quiet_transformers, save_classifier
+from odevit.training.claim import Claim, prepare_folder
+from odevit.training.classifiers import quiet_transformers, save_classifier
+from odevit.training.config import RunConfig
 from odevit.training.evaluation import evaluate, model_input, monitors
 from odevit.training.integration import check_schedule, draw_integration
 from odevit.training.interruption import StopRequest, TrainingInterrupted, stop_request
-from odevit.training.objectives import Classification, LossModule, Objective, Terms
+from odevit.training.objectives import LossModule, Objective, Terms
 from odevit.training.optim import (
     GROUPING,
     AveragedWeights,
@@ -35,10 +36,8 @@ from odevit.training.optim import (
     set_learning_rate,
 )
 from odevit.training.resume import load_run, save_run
-from odevit.training.runlog import RunLog, Window, claim_folder, draw_curve
+from odevit.training.runlog import RunLog, Window, draw_curve
 from odevit.training.sharding import check_shardable, gathered, load_model_state, shard_
-
-__all__ = ["Classification", "LossModule", "Objective", "Result", "Terms", "TrainingDivergedError", "evaluate", "fit"]
 
 
 @dataclass
@@ -63,35 +62,16 @@ class TrainingDivergedError(ArithmeticError):
 
 
 def fit(
-    recipe: Recipe,
-    *,
-    model: Any = None,
-    objective: Objective | None = None,
-    data: Data | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    progress_bar: bool = True,
+    config: RunConfig, claim: Claim, *, model: Any, objective: Objective, data: Data, progress_bar: bool = True
 ) -> Result:
-    """Run a recipe to its end and return the selected model with its final numbers.
-
-    model, objective, data: built from the recipe unless given.
-    resume: continue the run in recipe.output (or start it, when there is none yet); overwrite: delete what is there.
-    """
-    accelerator = _accelerator(recipe)
-    folder = claim_folder(recipe, accelerator, resume=resume, overwrite=overwrite)
-    data = data or load_data(recipe.data)
-    torch.manual_seed(derive_seed(recipe.seed, "initial weights"))
-    if recipe.task == "distill" and (model is None or objective is None):
-        from odevit.distill.objective import build
-
-        model, objective = build(recipe, data, device=accelerator.device)
-    model = build_classifier(recipe.model, data, recipe.data) if model is None else adapt_to_data(model, data)
-    objective = objective or Classification(recipe.penalties)
-    run = Run(recipe, model, objective, objective.training_data(data), accelerator, folder, progress_bar)
+    """Train `model` on `data` as `objective` and `config` say; the selected model with its final numbers."""
+    folder = claim.folder
+    prepare_folder(config, claim.accelerator, resume=claim.resume)
+    run = Run(config, model, objective, objective.training_data(data), claim.accelerator, folder, progress_bar)
     try:
-        if resume:
+        if claim.resume:
             load_run(run)
-        if resume and (folder / "result.json").exists() and run.finished(run.elapsed):
+        if claim.resume and (folder / "result.json").exists() and run.finished(run.elapsed):
             run.log.say(f"this run is finished: see {folder / 'result.json'}")
             run.use_best()
             return Result(run.model.eval(), json.loads((folder / "result.json").read_text()), folder)
@@ -102,26 +82,11 @@ def fit(
         run.log.close()
 
 
-def _accelerator(recipe: Recipe) -> Any:
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state()  # a process may run several recipes, of different precision
-    precision = recipe.loop.mixed_precision
-    if precision == "auto":
-        precision = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
-    # an objective may leave parts of the model out, for example the head while states are being matched
-    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-    # without an accelerator device, accelerate joins a group of torchrun's processes only when told to use the CPU
-    cpu = not torch.accelerator.is_available()
-    return Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[unused])
-
-
 class Run:
     """The state of a run, and what happens to it: train, validate, finish. `resume.py` saves and loads it."""
 
     def __init__(
-        self, recipe: Recipe, model: Any, objective: Objective, data: Data, accelerator: Any, folder: Path, bar: bool
+        self, recipe: RunConfig, model: Any, objective: Objective, data: Data, accelerator: Any, folder: Path, bar: bool
     ):
         self.recipe, self.data, self.objective = recipe, data, objective
         self.accelerator, self.folder = accelerator, folder
@@ -203,8 +168,7 @@ class Run:
                 break
             if number:
                 save_run(self)
-                command = "distill --recipe" if self.recipe.task == "distill" else "train"
-                again = f"odevit {command} {self.folder / 'recipe.yaml'} --resume"
+                again = f"odevit train {self.folder / 'recipe.yaml'} --resume"
                 self.log.say(f"stopped at step {self.step}; continue: {again}")
                 raise TrainingInterrupted(128 + number)
             progress = self.progress(elapsed)

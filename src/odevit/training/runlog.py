@@ -2,50 +2,20 @@
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
-
-from odevit.atomic import write_file
-from odevit.recipe import Recipe
-from odevit.training.checkpoint import recover_folders
 
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 
 README = """\
 recipe.yaml     everything that defines this run; `odevit train recipe.yaml --resume` continues it
-                (`odevit distill --recipe recipe.yaml --resume` one with a teacher)
 metrics.jsonl   losses and accuracies by step, one JSON object a line; curve.png shows them; timing.jsonl: speed
 checkpoints/    complete states to resume from; the newest ones only
 best/           the weights that were best on the validation split so far
 model/          the result, for AutoModelForImageClassification.from_pretrained; result.json: its accuracy
+report.html     of a student: beside its teacher (comparison.json), and what its flow does (report.json)
 """
-
-
-def claim_folder(recipe: Recipe, accelerator: Any, *, resume: bool, overwrite: bool) -> Path:
-    """The run folder, cleaned of what a killed process left; never one that holds another run."""
-    folder = Path(recipe.output)
-    taken = (folder / "recipe.yaml").exists()
-    accelerator.wait_for_everyone()  # every process has looked before the first one writes
-    if taken and not resume and not overwrite:
-        raise ValueError(
-            f"{folder} already holds a run: continue it with --resume, start again with --overwrite, or choose another "
-            "folder with --set output=…"
-        )
-    if accelerator.is_main_process:
-        if taken and not resume:
-            for name in ("checkpoints", "best", "model", "tensorboard"):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            for name in (METRICS, TIMING, "result.json", "comparison.json", "curve.png"):
-                (folder / name).unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        for parent in (folder, folder / "checkpoints"):
-            recover_folders(parent)
-        if not (taken and resume):
-            write_file(folder / "recipe.yaml", recipe.to_yaml())
-    accelerator.wait_for_everyone()
-    return folder
 
 
 class RunLog:

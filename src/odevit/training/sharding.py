@@ -5,22 +5,20 @@ be resumed on another number of processes, or without FSDP. Gathering and scatte
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from odevit.recipe import Recipe
+from odevit.training.config import RunConfig
 
 
-def check_shardable(recipe: "Recipe") -> None:
+def check_shardable(config: RunConfig) -> None:
     """What would read a parameter outside the model's own forward does not go with FSDP."""
-    plain = recipe.task == "train" and recipe.optim.name == "adamw" and not recipe.optim.ema
-    if not plain or recipe.loop.monitor_every:
+    if config.optim.name != "adamw" or config.optim.ema or config.loop.monitor_every:
         raise ValueError(
-            "loop.fsdp works with task: train, optim.name: adamw, optim.ema: 0 and loop.monitor_every: 0; got task: "
-            f"{recipe.task}, {recipe.optim.name}, {recipe.optim.ema:g} and {recipe.loop.monitor_every}. "
+            "loop.fsdp works with optim.name: adamw, optim.ema: 0 and loop.monitor_every: 0; got "
+            f"{config.optim.name}, {config.optim.ema:g} and {config.loop.monitor_every}. "
             "Without loop.fsdp, several processes train a copy of the model each, and all of these work"
         )
     if not torch.distributed.is_initialized():

@@ -1,0 +1,85 @@
+"""Before a run: a folder that no other run has, and the device and processes it will use."""
+
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from odevit.atomic import write_file
+from odevit.training.checkpoint import recover_folders
+from odevit.training.config import RunConfig
+from odevit.training.runlog import METRICS, TIMING
+
+LATER = (METRICS, TIMING, "result.json", "curve.png", "comparison.json", "report.json", "report.html")  # of a run
+
+
+class Claim(NamedTuple):
+    """A run folder that nobody else has, and the device and processes that the run will use."""
+
+    accelerator: Any
+    folder: Path
+    resume: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.accelerator.is_main_process
+
+
+def claim_run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> Claim:
+    """The first thing a run does, before data is loaded or a cache is built: a folder that is taken is told at once.
+
+    resume: continue the run in config.output (or start it, when there is none yet); overwrite: `fit` will delete it.
+    """
+    accelerator = _accelerator(config)
+    return Claim(accelerator, _check_folder(config, resume=resume, overwrite=overwrite), resume)
+
+
+def _check_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
+    """The run folder; an error when it holds another run. Nothing is changed."""
+    folder = Path(config.output)
+    if (folder / "recipe.yaml").exists() and not resume and not overwrite:
+        raise ValueError(
+            f"{folder} already holds a run: continue it with --resume, start again with --overwrite, or choose another "
+            "folder with --set output=…"
+        )
+    return folder
+
+
+def prepare_folder(config: RunConfig, accelerator: Any, *, resume: bool) -> None:
+    """Clean the run folder of what a killed process left, and of the run before unless it is resumed."""
+    folder = Path(config.output)
+    accelerator.wait_for_everyone()  # every process has looked before the first one writes
+    if accelerator.is_main_process:
+        taken = (folder / "recipe.yaml").exists()
+        if taken and not resume:
+            for name in ("checkpoints", "best", "model", "tensorboard"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for name in LATER:
+                (folder / name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for parent in (folder, folder / "checkpoints"):
+            recover_folders(parent)
+        if not (taken and resume):
+            write_file(folder / "recipe.yaml", config.to_yaml())
+    accelerator.wait_for_everyone()
+
+
+def _accelerator(config: RunConfig) -> Any:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()  # a process may run several recipes, of different precision
+    precision = config.loop.mixed_precision
+    if precision == "auto":
+        precision = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+    # an objective may leave parts of the model out, for example the head while states are being matched
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    # without an accelerator device, accelerate joins a group of torchrun's processes only when told to use the CPU
+    cpu = not torch.accelerator.is_available()
+    return Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[unused])

@@ -1,0 +1,40 @@
+"""The table of verbs: what is declared on the command line is what the functions take, and help costs nothing."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import odevit_cli
+
+COMMANDS = {c.name or c.callback.__name__: c.callback for c in odevit_cli.app.registered_commands}
+
+
+def test_every_verb_is_in_the_table():
+    assert set(COMMANDS) == set(odevit_cli.VERBS)
+
+
+@pytest.mark.parametrize("verb", odevit_cli.VERBS)
+def test_a_verb_hands_its_options_to_a_function_that_takes_them(verb):
+    module, _, name = odevit_cli.VERBS[verb].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    takes = inspect.signature(function).parameters
+    given = inspect.signature(COMMANDS[verb]).parameters
+    assert set(given) <= set(takes)
+    needed = {name for name, p in takes.items() if p.default is p.empty}
+    assert needed <= set(given)
+    assert function.__doc__
+
+
+def test_help_of_every_verb_answers_without_torch():
+    script = """
+import sys, odevit_cli
+from typer.testing import CliRunner
+for words in ([], *([verb] for verb in odevit_cli.VERBS)):
+    result = CliRunner().invoke(odevit_cli.app, [*words, "--help"], catch_exceptions=False)
+    assert result.exit_code == 0 and "Usage" in result.stdout, words
+assert not {"torch", "transformers", "odevit"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

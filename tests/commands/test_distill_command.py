@@ -1,0 +1,238 @@
+"""`odevit distill`, and `odevit train` of a recipe with a teacher: one way, its order, its files, its refusals."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from child_processes import start_child, wait_for_child
+from problems import TINY
+from tiny_runs import tiny_recipe
+from typer.testing import CliRunner
+
+import odevit_cli
+from odevit.analysis import load_analyses
+from odevit.analysis.comparison import compare
+from odevit.commands.distill import DEFAULT, distill_recipe, family_of, smoke_teacher
+from odevit.commands.train import train_recipe
+from odevit.data.splits import MemorySplit
+from odevit.distill.objective import Distillation
+from odevit.distill.student import student_of
+from odevit.recipe import Recipe
+from odevit.teachers.teacher import Teacher, tiny_teacher
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(odevit_cli.app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("teacher")
+    tiny_teacher("vit", image_size=8, patch_size=4, num_channels=1).module.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe_file(teacher_folder, tmp_path):
+    """Two steps of a distillation on 128 digits."""
+    values = tiny_recipe(tmp_path / "run", data={"limit": 128}, optim={"steps": 2, "batch_size": 32}).to_dict()
+    values |= {"task": "distill", "model": {"mlp_ratio": 1, "num_steps": 2}}
+    values["distill"] = {"teacher": str(teacher_folder), "losses": {"cls_path": 1.0, "kl": 1.0}, "sample": 32}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(Recipe.from_dict(values).to_yaml())
+    return path
+
+
+# --- one way in -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["train", "distill"])
+def test_both_verbs_prove_the_teacher_and_write_the_comparison(verb, recipe_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("odevit.commands.distill.write_study", lambda *_, **__: None)
+    words = ["train", recipe_file] if verb == "train" else ["distill", "--recipe", recipe_file]
+    output = invoke(*words).stdout
+    assert "Side by side on 128 images" in output
+    assert set(json.loads((tmp_path / "run/comparison.json").read_text())) >= {"student", "teacher", "agreement"}
+
+    original = Distillation.__call__
+
+    def spoil(self, *arguments, **options):
+        with torch.no_grad():
+            next(self.teacher.parameters()).add_(1e-3)
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Distillation, "__call__", spoil)
+    with pytest.raises(RuntimeError, match="the teacher was modified"):
+        invoke(*words, "--overwrite")
+
+
+def test_the_report_at_the_end_is_that_of_analyze(recipe_file, teacher_folder, tmp_path):
+    invoke("distill", "--recipe", recipe_file, "--max-images", 12)
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert {name.split("/")[0] for name in report["values"]} == set(load_analyses())
+    assert report["headline"][0].startswith("The student answers")
+    assert "of 128 images right" in report["headline"][0]  # the whole test split, not the sample of the analyses
+    analyze = f"odevit analyze {tmp_path}/run/model --data digits --teacher {teacher_folder} --max-images 12 --quick"
+    assert report["command"] == analyze
+    again = tmp_path / "again"
+    invoke(*analyze.split()[1:], "--only", "comparison,contraction", "-o", again)
+    values = json.loads((again / "report.json").read_text())["values"]
+    assert {name.split("/")[0] for name in values} == {"comparison", "contraction"}
+
+    invoke("distill", "--recipe", recipe_file, "--no-report", "--overwrite")
+    assert (tmp_path / "run/comparison.json").exists()
+    assert not (tmp_path / "run/report.html").exists()
+
+
+def test_a_taken_folder_is_told_before_anything_is_loaded(recipe_file, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/recipe.yaml").write_text("output: elsewhere")
+    for verb in ("distill", "train"):
+        monkeypatch.setattr(f"odevit.commands.{verb}.load_data", lambda config: pytest.fail("data was loaded"))
+    with pytest.raises(ValueError, match="already holds a run"):
+        distill_recipe(Recipe.load(recipe_file))
+    with pytest.raises(ValueError, match="already holds a run"):
+        train_recipe(tiny_recipe(tmp_path / "run"))
+
+
+def test_what_overwrite_deletes_is_kept_until_the_new_run_can_start(recipe_file, tmp_path):
+    (tmp_path / "run/model").mkdir(parents=True)
+    for name in ("recipe.yaml", "result.json", "model/weights"):
+        (tmp_path / "run" / name).write_text("hours of work")
+    for run in (
+        lambda: train_recipe(tiny_recipe(tmp_path / "run", data={"name": str(tmp_path / "typo")}), overwrite=True),
+        lambda: distill_recipe(Recipe.load(recipe_file, ["distill.teacher=/no/where"]), overwrite=True),
+    ):
+        with pytest.raises(ValueError, match=r"typo|/no/where"):
+            run()
+        assert (tmp_path / "run/model/weights").read_text() == "hours of work"
+        assert (tmp_path / "run/recipe.yaml").read_text() == "hours of work"
+
+
+def _one_of_two(rank, port, folder, words):
+    """`odevit …` as torchrun would start it, its output in a file."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    with (folder / f"stdout-{rank}").open("w") as file:
+        os.dup2(file.fileno(), 1)
+    original = Path.write_text
+
+    def write_text(path, *arguments, **options):
+        if path.name == "comparison.json":
+            original(folder / f"written-{rank}", path.name)
+        return original(path, *arguments, **options)
+
+    Path.write_text = write_text
+    odevit_cli.app(words, standalone_mode=False)
+
+
+def test_of_two_processes_the_first_alone_prints_and_writes(recipe_file, tmp_path):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["distill", "--recipe", str(recipe_file), "--no-report"]
+    children = [start_child(_one_of_two, rank, port, tmp_path, words) for rank in range(2)]
+    assert [wait_for_child(child) for child in children] == [0, 0]
+    assert "Side by side" in (tmp_path / "stdout-0").read_text()
+    assert (tmp_path / "written-0").exists()
+    assert (tmp_path / "stdout-1").read_text() == ""
+    assert not (tmp_path / "written-1").exists()
+
+
+# --- recipes and smoke runs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_valid_and_says_how_it_is_run(path):
+    recipe = Recipe.load(path)
+    header = path.read_text().split("\n\n")[0]
+    command = "odevit distill --recipe" if recipe.task == "distill" else "odevit train"
+    assert f"{command} recipes/{path.name}" in header
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if Recipe.load(path).task == "distill"], ids=lambda p: p.stem
+)
+def test_distillation_recipes_run_end_to_end_with_smoke(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert invoke("distill", "--recipe", path, "--smoke").exit_code == 0
+    comparison = json.loads((tmp_path / "runs/smoke/comparison.json").read_text())
+    assert comparison["student"]["parameters"] < comparison["teacher"]["parameters"]
+    assert 0 <= comparison["agreement"] <= 1
+
+
+def save_example(family, folder):
+    tiny_teacher(family, image_size=16, patch_size=4, num_channels=1).module.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["vit", "dino", "deit", "deit-distilled", "dinov2", "dinov2-registers"])
+def test_smoke_reads_the_family_from_config_json_not_from_the_path(family, tmp_path):
+    folder = save_example(family, tmp_path / "facebook-deit-dinov2-dino")
+    assert family_of(str(folder)) == family
+    (folder / "model.safetensors").unlink()  # the config alone tells it
+    recipe = Recipe.from_dict({**DEFAULT, "data": {"name": "digits"}, "distill": {"teacher": str(folder)}})
+    assert smoke_teacher(recipe).family == family
+
+
+@pytest.mark.parametrize("name", ["", "runs/not-made-yet", "facebook/dinov2-small-that-nobody-has-here", "/a/b/c"])
+def test_smoke_works_without_the_teacher_being_there(name, capsys):
+    recipe = Recipe.from_dict({**DEFAULT, "data": {"name": "digits"}, "distill": {"teacher": name}})
+    teacher = smoke_teacher(recipe)
+    assert isinstance(teacher, Teacher)
+    assert teacher.family == "vit"
+    assert "a tiny ViT stands in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["distill"], "needs images"),
+        (["distill", "--data", "digits", "-o", "{tmp}/x"], "needs a teacher"),
+        (["distill", "--recipe", "{digits}"], r"trains without a teacher .*odevit train .*digits\.yaml"),
+        (
+            ["distill", "--recipe", "{recipe}", "--set", "penalties.jasmin=5"],
+            r"distill\.losses\.jasmin=5 instead",
+        ),
+        (["train", "{recipe}", "--set", "penalties.transport=1"], r"a distillation has distill\.losses"),
+        (["train", "{recipe}", "--set", "loop.fsdp=true"], "works with task: train"),
+    ],
+)
+def test_what_is_refused_in_one_sentence(arguments, message, recipe_file, tmp_path):
+    digits = next(path for path in RECIPES if path.stem == "digits")
+    words = [word.format(digits=digits, recipe=recipe_file, tmp=tmp_path) for word in arguments]
+    with pytest.raises(ValueError, match=message) as caught:
+        invoke(*words)
+    assert len(re.findall(r"\n", str(caught.value))) == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_default_recipe_is_valid():
+    assert Recipe.from_dict({**DEFAULT, "data": {"name": "digits"}}).task == "distill"
+
+
+def test_comparison_counts_what_it_says():
+    torch.manual_seed(0)
+    teacher = tiny_teacher("vit", image_size=16, patch_size=4, num_labels=TINY["num_labels"])
+    student = student_of(teacher, num_registers=1, image_mean=[0.5] * 3, image_std=[0.5] * 3).eval()
+    images = torch.randint(0, 256, (40, 3, 16, 16), dtype=torch.uint8)
+    prepared = (images.float() / 255 - 0.5) / 0.5
+    labels = teacher(prepared).argmax(1)
+    result = compare(student, teacher, MemorySplit(images, labels))
+    assert result["teacher"]["accuracy"] == 1.0
+    with torch.no_grad():
+        same = (student(prepared).logits.argmax(1) == labels).float().mean().item()
+    assert result["agreement"] == pytest.approx(same)
+    assert result["student"]["accuracy"] == pytest.approx(same)
+    assert result["certified_agreement"] <= result["agreement"]
+    assert result["parameter_ratio"] == pytest.approx(
+        sum(p.numel() for p in teacher.parameters()) / sum(p.numel() for p in student.parameters())
+    )
