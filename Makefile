@@ -3,21 +3,27 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+JOBS ?= 2# processes that run tests, one torch thread each
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test lint types clean help
+.PHONY: quickstart test fast lint types clean help
 
 help:
 	@echo "make quickstart   two minutes, once installed: a ViT turned into a flow, with a report"
-	@echo "make test         lint, types and tests (under 15 minutes on 2 cores)"
+	@echo "make fast         the tests that take less than a second each, for every save (under a minute on 2 cores)"
+	@echo "make test         lint, types and all tests (under 10 minutes on 2 cores; JOBS=4 for more cores)"
 	@echo "make clean        remove .venv and caches"
 
 quickstart: .venv/quickstart.stamp
 	$(BIN)/odevit quickstart
 
 test: .venv/test.stamp lint types
-	$(BIN)/pytest --ignore tests/with_timm
-	PYTHONPATH=.venv/timm $(BIN)/pytest tests/with_timm
+	$(PYTEST) --ignore tests/with_timm
+	PYTHONPATH=.venv/timm $(PYTEST) tests/with_timm
+
+fast: .venv/test.stamp
+	$(PYTEST) --ignore tests/with_timm -m "not slow"
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

@@ -3,9 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from typing_extensions import Self
+from typing import Any, Literal, Self
 
 from odevit.data.augment import AugmentConfig
 from odevit.parse import parse, plain

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
@@ -102,7 +102,7 @@ def _by_analysis(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")}
+    versions = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}
     for package in ("odevit", "torch"):
         try:
             versions[package] = version(package)
