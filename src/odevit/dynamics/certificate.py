@@ -46,7 +46,9 @@ Bound = Callable[[Tensor], Tensor]  # radius (b,) -> bound (b,) on the ball of t
 def norm_derivatives_bound(norm: nn.Module, x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """radius (b,) ↦ bounds (b,) of the first and second derivative of a norm layer on that ball around x (b, n, d).
 
-    LayerNorm with u = x - mean, R² = ‖u‖² + d·eps: first derivative √d/R, second 3√d/R² (its worst direction is u).
+    LayerNorm with u = x - mean, R² = ‖u‖² + d·eps: first derivative √d/R, second 2/√3 · √d/R², both the smallest
+    possible. The second, squared, in a direction whose squared cosine with u is c, with t = ‖u‖²/R², is d/R⁴ times
+    t ((1 + 2c - 3tc)² + 4c(1 - c)) ≤ 4/3.
     """
     one = x.new_ones(len(x))
     if isinstance(norm, CenterNorm):
@@ -60,7 +62,7 @@ def norm_derivatives_bound(norm: nn.Module, x: Tensor) -> Callable[[Tensor], tup
 
     def layer_norm(r: Tensor) -> tuple[Tensor, Tensor]:
         size = (length - r).clamp_min(0).square() + width * norm.eps
-        return slope / size.sqrt(), 3 * slope / size
+        return slope / size.sqrt(), 2 / math.sqrt(3) * slope / size
 
     return layer_norm
 
