@@ -19,6 +19,7 @@ VERBS: dict[str, str] = {
     "train": "odevit.commands.train:train",
     "eval": "odevit.commands.evaluate:evaluate",
     "predict": "odevit.commands.predict:predict",
+    "export": "odevit.commands.export:export",
     "distill": "odevit.commands.distill:distill",
     "analyze": "odevit.commands.analyze:analyze",
     "audit": "odevit.commands.audit:audit",
@@ -113,6 +114,22 @@ def predict(
     """What is in these images? A file that cannot be read is named, and the rest goes on."""
     if call("predict", locals()):  # the number of images that could not be read
         raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of an ODE-ViT.")],
+    kind: Annotated[str, typer.Option("--format", help="onnx, pt2 (torch.export) or hub (a folder to upload).")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File (a folder for parts and hub).")] = None,
+    steps: Steps = None,
+    solver: Solver = None,
+    int8: Annotated[bool, typer.Option("--int8", help="Weights of the ONNX file in 8 bits.")] = False,
+    parts: Annotated[bool, typer.Option("--parts", help="ONNX graphs embed, field and head: bring a solver.")] = False,
+    data: Annotated[str | None, typer.Option("--data", help="Check on these images; default: digits.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write files that run without odevit, and compare them with the model on real images."""
+    call("export", locals())
 
 
 @app.command()

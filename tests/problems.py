@@ -101,3 +101,12 @@ def tiny_model(seed: int = 0, **overrides) -> OdeViTForImageClassification:
 
 def tiny_images(batch: int = 3, seed: int = 1, channels: int = 3, size: int = 16) -> Tensor:
     return torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def perturbed_model(**overrides) -> OdeViTForImageClassification:
+    """A tiny model whose parameters and statistics are all away from their initial values."""
+    model = tiny_model(**overrides)
+    generator = torch.Generator().manual_seed(7)
+    for tensor in [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]:
+        tensor.data += 0.05 * torch.rand(tensor.shape, generator=generator)
+    return model
