@@ -54,6 +54,10 @@ def test_layer_errors() -> None:
     assert (first["relative"], first["of_spread"]) == (0, 0)
     assert second["of_spread"] == pytest.approx(1)
     assert third["relative"] == pytest.approx(0.5)
+    target = teacher[:, 3]
+    spread = (target - target.mean(dim=0)).square().sum()
+    assert third["of_spread"] == pytest.approx((0.25 * target.square().sum() / spread).sqrt().item())
+    assert abs(third["of_spread"] - 1) > 0.1  # or a missing root would not be seen
     assert (third["layer"], third["step"]) == (3, 6)
 
 
