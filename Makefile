@@ -7,12 +7,13 @@ JOBS ?= 2# processes that run tests, one torch thread each
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test fast lint types clean help
+.PHONY: quickstart test fast mutants lint types clean help
 
 help:
 	@echo "make quickstart   two minutes, once installed: a ViT turned into a flow, with a report"
 	@echo "make fast         the tests that take less than a second each, for every save (under a minute on 2 cores)"
 	@echo "make test         lint, types and all tests (under 10 minutes on 2 cores; JOBS=4 for more cores)"
+	@echo "make mutants      do the tests notice broken mathematics? (about 15 minutes)"
 	@echo "make clean        remove .venv and caches"
 
 quickstart: .venv/quickstart.stamp
@@ -24,6 +25,10 @@ test: .venv/test.stamp lint types
 
 fast: .venv/test.stamp
 	$(PYTEST) --ignore tests/with_timm -m "not slow"
+
+# breaks the mathematics on purpose, one line at a time, and counts how often the tests notice
+mutants: .venv/test.stamp
+	$(BIN)/python tests/mutants.py
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

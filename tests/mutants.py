@@ -1,0 +1,212 @@
+"""Do the tests of the mathematics fail when the mathematics is wrong? `make mutants` breaks it on purpose and counts.
+
+Every mutation is one edit of one file of src/odevit, in a copy that lies before the real package on the path; the test
+file named beside it must fail. test_mutants.py sees to it that every edit still applies, so that the list cannot rot.
+
+    python tests/mutants.py [part of a file's name …]
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+GOAL = 0.9  # share of mutants that must be killed
+SECONDS = 300  # a mutant that takes longer is killed
+
+
+class Mutant(NamedTuple):
+    file: str  # in src/odevit
+    old: str  # occurs once
+    new: str
+    tests: str  # in tests
+
+
+MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("model/solvers.py", "model/test_solvers.py"): [
+        ("return x + h * field(x)\n", "return x + h * field(x) + h**2 * x\n"),
+        ("    x = x + h * field.F(x)\n    return", "    return"),
+        ("return x + (h / 2) * (k1 + k2)", "return x + h * k2"),
+        ("    x = _heun(field.F, x, h / 2)\n    x = _heun(field.G, x, h)", "    x = _heun(field.F, x, h)"),
+        ("    return _heun(field.F, x, h / 2)", "    return x + (h / 2) * field.F(x)"),
+        ("field(x + (h / 2) * field(x))", "field(x + (h / 3) * field(x))"),
+        ("k3 = field(x + (h / 2) * k2)", "k3 = field(x + (h / 2) * k1)"),
+        ("(k1 + 2 * k2 + 2 * k3 + k4)", "(k1 + 2 * k2 + k3 + 2 * k4)"),
+        ("yield phase, length / count", "yield phase, self.horizon / self.num_steps"),
+        ("(u**3 - u**2) * h * field(x1)", "(u**3 - u**2) * field(x1)"),
+        ("evaluations += 2", "evaluations += 1"),
+        ("taken * cost.F, taken * cost.G", "taken, taken"),
+    ],
+    ("distill/meeting.py", "distill/test_times.py"): [
+        ("tau = 3 * distances.mean()", "tau = distances.mean()"),
+        ("horizon * PLACEMENTS[placement]", "PLACEMENTS[placement]"),
+        ("[*times[:-1].tolist(), float(horizon)]", "times.tolist()"),
+        ("max(1, int(quota))", "int(quota)"),
+        ("quotas[layer] - seats[layer])", "seats[layer] - quotas[layer])"),
+        ("knots, range(num_steps + 1))", "[i / num_steps for i in range(num_steps + 1)], range(num_steps + 1))"),
+        ("enumerate(grid.times()[1:], start=1):", "enumerate((i / num_steps for i in range(1, num_steps + 1)), 1):"),
+        ("    pairs[-1] = (layers, num_steps)\n", ""),
+        ("latest = layers - (num_steps - step)", "latest = layers"),
+    ],
+    ("distill/meeting.py", "distill/test_matching.py"): [
+        ("groupby(range(first, last), key=phases.__getitem__)", "groupby(range(first, last), key=lambda i: 0)"),
+        ("(start - knots[first]) / dt", "0.0"),
+        ("(end - start) / dt, phase", "1.0, phase"),
+        ("start = before + begin * (after - before)", "start = before"),
+        (".sum() * len(legs)", ".sum()"),
+        ("< forced\n", "< 0.5\n"),
+    ],
+    ("distill/losses.py", "distill/test_losses.py"): [
+        (".square().sum(dim=-1).mean(dim=1)", ".square().mean(dim=-1).mean(dim=1)"),
+        ("(meeting.weights[:, tokens] * squared)", "squared"),
+        ("slice(1, 1 + meeting.num_patches))\n", "slice(0, 1 + meeting.num_patches))\n"),
+        ("meeting.path[-2])[:, :, 0,", "meeting.path[-1])[:, :, 0,"),
+        ("(student - meeting.teacher_attention).abs()", "(student - meeting.teacher_attention).square()"),
+        (" * meeting.temperature**2", ""),
+        ("nnf.kl_div(student, teacher,", "nnf.kl_div(teacher, student,"),
+    ],
+    ("dynamics/bounds.py", "dynamics/test_bounds.py"): [
+        ("(others + x[..., k])", "(others + x[..., k - 1])"),
+        ("rows.amax(dim=-1).mean()", "rows.mean(dim=-1).mean()"),
+        ("log_g(1) - log_g(k)", "log_g(1)"),
+        ("(1 + math.erf(1)) / 2 + math.exp(-1)", "(1 + math.erf(1)) / 2 + math.exp(-2)"),
+        ("p.scatter(-1, index[..., k - 1 : k], 0).sum(dim=-1)", "1 - x[..., k - 1]"),
+    ],
+    ("dynamics/bounds.py", "dynamics/test_bounds_attained.py"): [
+        ("return GELU_SLOPE * norm2(mlp.w1.weight)", "return 1.0 * norm2(mlp.w1.weight)"),
+        ("math.sqrt(n) + 2 * c * (1 + math.sqrt(n))", "math.sqrt(n)"),
+        ("norm2(p) * norm2(wv) + slope", "slope"),
+        ("(norm2(k @ wq) + norm2(q @ wk))", "norm2(k @ wq)"),
+        ("(norm2(k @ wq) + norm2(q @ wk))", "norm2(q @ wk)"),
+        ("slope * norm2(v) * logits", "slope * norm2(v) * logits / 2"),
+        ("norm2(attention.out.weight) * heads.square().sum(dim=-1).sqrt()", "heads.square().sum(dim=-1).sqrt()"),
+        (" * heads.square().sum(dim=-1).sqrt()", " * heads.amax(dim=-1)"),
+        ("math.isqrt(tokens - 1 - mixing.registers) + 2", "2"),
+        (".flatten(1).amin(dim=1)\n", ".flatten(1).amax(dim=1)\n"),
+        ("abs(field.scale) * (bound_F + bound_G)", "abs(field.scale) * torch.maximum(bound_F, bound_G)"),
+        ("norm_bound(field.norm_f, x) * mlp_bound", "mlp_bound"),
+    ],
+    ("model/spectral.py", "dynamics/test_bounds.py"): [
+        ("(log_scale + last) / 2**iterations", "(log_scale + last) / 2 ** (iterations + 1)"),
+        ("log_scale = 2 * (log_scale + size.log())", "log_scale = log_scale + size.log()"),
+        ("(gram_norm(weight) / self.cap).clamp_min(1)", "(gram_norm(weight) / self.cap)"),
+        ("weight.div_(torch.linalg.matrix_norm(weight.flatten(1), ord=2))", "weight.div_(weight.norm())"),
+    ],
+    ("dynamics/jacobian.py", "dynamics/test_jacobian.py"): [
+        ("lambda v: pull(push(v)), x", "lambda v: push(v), x"),
+        (".clamp_min(0).sqrt()", ".clamp_min(0)"),
+        ("(push(v) + pull(v)) / 2", "push(v)"),
+        ("for _ in range(2):  # once leaves", "for _ in range(0):  # once leaves"),
+        ("tridiagonal[:, 0, 0])\n", "0.0)\n"),
+        ("torch.linalg.eigvalsh(tridiagonal)[:, -1]", "torch.linalg.eigvalsh(tridiagonal)[:, 0]"),
+        ("norms.append(push(velocity)", "norms.append(push(torch.ones_like(velocity))"),
+        ("torch.where(rate < 0, growth / _expm1_over(rate / num_steps), growth)", "growth"),
+        ("largest / (2 * num_steps)", "largest / (2 * num_steps**2)"),
+        (
+            "torch.where(rate == 0, 1.0, torch.expm1(safe) / safe)",
+            "torch.where(rate == 0, 0.5, torch.expm1(safe) / safe)",
+        ),
+    ],
+    ("dynamics/certificate.py", "dynamics/test_ball_bounds.py"): [
+        ("GELU_BEND = math.sqrt(2 / math.pi)", "GELU_BEND = 0.0"),
+        ("2 / math.sqrt(3) * slope / size", "1 / math.sqrt(3) * slope / size"),
+        ("(length - r).clamp_min(0)", "length"),
+        ("flatten(1).amin(dim=1)  # (b,)", "flatten(1).amax(dim=1)  # (b,)"),
+        ("(2 * scale * (rows * r + alpha * r.square())).exp()", "torch.ones_like(rows * r)"),
+        ("(2 * scale * (rows * r", "(scale * (rows * r"),
+        ("scale * (logits + 2 * alpha * r)", "scale * logits"),
+        ("diameter + math.sqrt(2) * value * r", "diameter"),
+        ("curve * (wide * tau.square() + 2 * scale", "curve * (2 * scale"),
+        (" + 2 * scale * alpha * values + ", " + "),
+        (" + 2 * tau * value)", ")"),
+        ("GELU_BEND * w2 * w1.square() * f1.square()", "GELU_BEND * w2 * w1 * f1"),
+        (" + GELU_SLOPE * w1 * w2 * f2", ""),
+        ("second * g1.square()", "second * g1"),
+        (" + first * g2)", ")"),
+        ("return abs(field.scale) * (mlp +", "return abs(field.scale) / 10 * (mlp +"),
+        (" * math.sqrt(overlap)", ""),
+        ("bound *= GELU_SLOPE", "bound *= 1.0"),
+    ],
+    ("dynamics/certificate.py", "dynamics/test_certificate.py"): [
+        ("step.norm * beyond + rest", "rest"),
+        ("step.norm * beyond + rest\n", "step.norm * beyond\n"),
+        ("left = left - readout * last(r)[1] / 2 * r.square()", "left = left"),
+        ("left - step.adjoint * rest", "left"),
+        ("adjoints[-2::-1], strict=False", "adjoints, strict=False"),
+        ("_Step(h, bend, norm, span * entrance, ", "_Step(h, bend, norm, span * entrance / 10, "),
+        ("reach[-1] * entrance * rho + beyond", "entrance * rho"),
+        ("step.h / 2 * step.bend(r) * r.square()", "step.h / 20 * step.bend(r) * r.square()"),
+        ("gradient if linear else entrance *", "gradient if linear else"),
+        ("margins - slope * rho", "margins"),
+        ("norms.append(1 + h * field_bound(field, x))", "norms.append(h * field_bound(field, x))"),
+        ("[:, patches].flatten(1) if n * d", "[:, :1].flatten(1) if n * d"),
+    ],
+    ("analysis/attack.py", "dynamics/test_certificate.py"): [
+        ("torch.where(smallest.isfinite(), smallest * high, torch.inf)", "smallest * 2"),
+    ],
+    ("analysis/trajectory.py", "analysis/test_trajectory.py"): [
+        ("spread.clamp_min(1e-300)).sqrt().item()", "spread.clamp_min(1e-300)).item()"),
+    ],
+}
+
+
+def mutants() -> Iterator[Mutant]:
+    for (file, tests), edits in MUTATIONS.items():
+        for old, new in edits:
+            yield Mutant(file, old, new, tests)
+
+
+def mutated(mutant: Mutant) -> str:
+    """The file's text with the edit, which must apply exactly once."""
+    text = (ROOT / "src" / "odevit" / mutant.file).read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.file} holds {text.count(mutant.old)} times, not once: {mutant.old!r}")
+    return text.replace(mutant.old, mutant.new)
+
+
+def passes(source: Path, tests: set[str]) -> bool:
+    """Whether these test files pass on the package that lies in `source`."""
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *sorted(tests)]
+    try:
+        done = subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {done.returncode} on {tests}:\n{done.stdout.decode()[-2000:]}")
+    return done.returncode == 0
+
+
+def main(wanted: list[str]) -> int:
+    chosen = [mutant for mutant in mutants() if not wanted or any(part in mutant.file for part in wanted)]
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source)
+        if not passes(source, {mutant.tests for mutant in chosen}):
+            raise SystemExit("the tests fail without any mutation: mend that first")
+        for number, mutant in enumerate(chosen, start=1):
+            target, began = source / "odevit" / mutant.file, time.monotonic()
+            original = target.read_text()
+            target.write_text(mutated(mutant))
+            survived = passes(source, {mutant.tests})
+            target.write_text(original)
+            survivors += [mutant] if survived else []
+            edit = f"{mutant.old.strip()!r} -> {mutant.new.strip()!r}"
+            verdict = "SURVIVED" if survived else "killed"
+            print(f"{number:3} {verdict:8} {time.monotonic() - began:4.0f} s  {mutant.file}: {edit}", flush=True)
+    killed = 1 - len(survivors) / len(chosen)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed, {killed:.1%}; at least {GOAL:.0%} must be")
+    for mutant in survivors:
+        print(f"survivor: {mutant.file}: {mutant.old!r} -> {mutant.new!r} (tests/{mutant.tests})")
+    return 0 if killed >= GOAL else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
