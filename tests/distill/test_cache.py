@@ -17,7 +17,8 @@ from odevit.data import DataConfig, derive_seed, load_data, prepare
 from odevit.data.augment import Augment, AugmentConfig
 from odevit.data.splits import MemorySplit
 from odevit.distill import cache as caching
-from odevit.distill.cache import Builder, Transform, as_bytes, digest, open_cache, settings
+from odevit.distill.cache import Builder, as_bytes, open_cache
+from odevit.distill.cache_key import Transform, digest, settings
 from odevit.teachers.teacher import TEACHERS, load_teacher, tiny_teacher
 
 SMALL_CHUNK = 24  # so that a few images make several chunks

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from odevit.data import Data, derive_seed
-from odevit.distill.cache import TrajectoryCache, Transform, open_cache
+from odevit.distill.cache import TrajectoryCache, open_cache
+from odevit.distill.cache_key import Transform
 from odevit.distill.losses import LOSSES, Meeting
 from odevit.distill.meeting import (
     PLACEMENTS,

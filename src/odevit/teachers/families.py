@@ -315,38 +315,23 @@ class Torchvision(Family):
         )  # fmt: skip
 
 
-TEACHERS: Registry[Family] = Registry(
-    "teacher family",
-    {
-        "vit": HuggingFace("ViTConfig", ("ViTForImageClassification",)),
-        "dino": HuggingFace("ViTConfig", ("ViTModel",)),
-        "deit": HuggingFace("DeiTConfig", ("DeiTForImageClassification", "DeiTModel"), extras="distillation_token"),
-        "deit-distilled": HuggingFace(
-            "DeiTConfig",
-            ("DeiTForImageClassificationWithTeacher",),
-            extras="distillation_token",
-            head="cls_classifier",
-            head_note=AVERAGED_HEADS,
-        ),
-        "dinov2": HuggingFace(
-            "Dinov2Config",
-            ("Dinov2ForImageClassification", "Dinov2Model"),
-            blocks="encoder.layer",
-            block_norm="norm1",
-            head_note=POOLED_PATCHES,
-            mlp=("mlp_ratio", 2),
-        ),
-        "dinov2-registers": HuggingFace(
-            "Dinov2WithRegistersConfig",
-            ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
-            blocks="encoder.layer",
-            block_norm="norm1",
-            extras="register_tokens",
-            head_note=POOLED_PATCHES,
-            antialias=True,
-            mlp=("mlp_ratio", 2),
-        ),
-        "timm": Timm(),
-        "torchvision": Torchvision(),
-    },
-)
+DINOV2: dict[str, Any] = {
+    "blocks": "encoder.layer", "block_norm": "norm1", "head_note": POOLED_PATCHES, "mlp": ("mlp_ratio", 2)
+}  # fmt: skip
+TEACHERS: Registry[Family] = Registry("teacher family")
+TEACHERS["vit"] = HuggingFace("ViTConfig", ("ViTForImageClassification",))
+TEACHERS["dino"] = HuggingFace("ViTConfig", ("ViTModel",))
+TEACHERS["deit"] = HuggingFace(
+    "DeiTConfig", ("DeiTForImageClassification", "DeiTModel"), extras="distillation_token"
+)  # fmt: skip
+TEACHERS["deit-distilled"] = HuggingFace(
+    "DeiTConfig", ("DeiTForImageClassificationWithTeacher",), extras="distillation_token", head="cls_classifier",
+    head_note=AVERAGED_HEADS,
+)  # fmt: skip
+TEACHERS["dinov2"] = HuggingFace("Dinov2Config", ("Dinov2ForImageClassification", "Dinov2Model"), **DINOV2)
+TEACHERS["dinov2-registers"] = HuggingFace(
+    "Dinov2WithRegistersConfig", ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel"),
+    extras="register_tokens", antialias=True, **DINOV2,
+)  # fmt: skip
+TEACHERS["timm"] = Timm()
+TEACHERS["torchvision"] = Torchvision()
