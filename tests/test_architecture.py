@@ -100,7 +100,7 @@ def test_no_file_is_long(path):
 
 
 def test_tests_mirror_the_packages():
-    """tests/ROOM/test_MODULE.py, or test_MODULE_ASPECT.py, is about src/odevit/ROOM/MODULE."""
+    """tests/ROOM/test_MODULE.py is about src/odevit/ROOM/MODULE; an aspect may stand before or behind its name."""
     for file in sorted((ROOT / "tests").glob("*/test_*.py")):
         room, name = file.parent.name, str(file.relative_to(ROOT / "tests"))
         if room in NOT_ROOMS or name in ABOUT_NO_MODULE:
@@ -108,7 +108,8 @@ def test_tests_mirror_the_packages():
         assert (SOURCE / room).is_dir(), f"{name}: there is no room src/odevit/{room}"
         known = {path.stem for path in (SOURCE / room).iterdir()} | {room}
         words = file.stem.removeprefix("test_").split("_")
-        candidates = {"_".join(words[:count]) for count in range(1, len(words) + 1)}
+        ends = range(1, len(words) + 1)
+        candidates = {"_".join(words[start:end]) for end in ends for start in range(end)}
         assert candidates & known, f"{name} is about none of {', '.join(sorted(known))}"
 
 
