@@ -12,7 +12,9 @@ from odevit.analysis.report import write_report
 from odevit.commands import best_device
 from odevit.commands.console import progress_bars
 from odevit.commands.evaluate import load_data_for
+from odevit.commands.page import page_of
 from odevit.data import Data
+from odevit.page import live
 from odevit.teachers.teacher import load_teacher
 from odevit.training.classifiers import load_odevit
 from odevit.training.evaluation import model_input
@@ -36,6 +38,7 @@ class Report:
     max_images: int = 256
     quick: bool = False
     picture: tuple[str, Path] | None = None  # a finding's figure that is saved by itself, and where
+    live: bool = False  # the report begins with the model itself, running in the reader's browser
 
     def into(self, folder: Path) -> "Report":
         """The same, written to `folder` unless a folder was chosen."""
@@ -85,6 +88,7 @@ def write_study(
         title=report.title or f"ODE-ViT report: {' '.join(Path(names['model']).parts[-2:])}",
         command=report.command or command,
         meta={**names, "images": study.sampling},
+        opening=live(page_of(model, data, teacher=teacher, title=report.title)) if report.live else None,
     )
     if report.picture is not None:
         name, target = report.picture

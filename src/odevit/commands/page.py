@@ -1,14 +1,16 @@
 """`odevit page`: a model as one HTML file that runs it in the visitor's browser."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from odevit.commands.evaluate import load_data_for
+from odevit.data import Data
 from odevit.page import make_payload, write_page
 from odevit.training.classifiers import load_odevit
 
-IMAGES = 500  # their class means span the plane
+IMAGES = 500  # their class means span the plane in which the page shows CLS
 
 
 def page(
@@ -20,27 +22,33 @@ def page(
     output: Path = Path("page.html"),
 ) -> Path:
     """The command: returns the path of the page. Without `data`, the data of the run that made the model, if known."""
+    if not output.resolve().parent.is_dir():
+        raise ValueError(f"the page's folder must exist; make {output.parent} first, or choose another with -o")
     network = load_odevit(model)
     name = data or data_of_the_run(Path(model))
-    images = labels = None
-    names = list((network.config.id2label or {}).values())
-    if name is not None:
-        loaded = load_data_for(network, name)
-        split = loaded.test if loaded.test is not None else loaded.val
-        rows = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:IMAGES]
-        (images, labels), names = split.fetch(rows), loaded.class_names
+    loaded = load_data_for(network, name) if name is not None else None
     teaching = None
     if teacher is not None:
         from odevit.teachers.teacher import load_teacher
 
         teaching = load_teacher(teacher, image_size=network.config.image_size)
-    payload = make_payload(
-        network, title=title or Path(model).resolve().name, class_names=names, images=images, labels=labels,
-        teacher=teaching,
-    )  # fmt: skip
-    path = write_page(payload, output)
+    title = title or Path(model).resolve().name
+    path = write_page(page_of(network, loaded, teacher=teaching, title=title), output)
     print(f"page: {path} ({path.stat().st_size / 1e6:.2f} MB; open it in a browser, or put it on any static host)")
     return path
+
+
+def page_of(model: Any, data: Data | None, *, teacher: Any = None, title: str) -> dict[str, Any]:
+    """What a page of the model holds: examples and class means from the test split (from val when there is none)."""
+    if data is None:
+        names = list((model.config.id2label or {}).values())
+        return make_payload(model, title=title, class_names=names, teacher=teacher)
+    split = data.test if data.test is not None else data.val
+    rows = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:IMAGES]
+    images, labels = split.fetch(rows)
+    return make_payload(
+        model, title=title, class_names=data.class_names, images=images, labels=labels, teacher=teacher
+    )  # fmt: skip
 
 
 def data_of_the_run(model: Path) -> str | None:

@@ -60,6 +60,7 @@ def quickstart(output: Path, *, quick: bool = False) -> Path:
         max_images=40 if quick else REPORT_IMAGES,
         quick=True,
         picture=("robustness/verdict", output / "quickstart.png"),
+        live=True,
     )
     values = {**STUDENT, "distill": {**STUDENT["distill"], "teacher": str(teacher / "model")}}
     result = distill_recipe(recipe_for(values, output / "student", quick), report=report, overwrite=True)

@@ -2,7 +2,7 @@
 
 `make_payload` is everything the page knows (config, weights in half precision, examples, the plane of the class means);
 `live` makes of it what another page can take in (the quickstart's report does); `write_page` writes a page of its own.
-The forward pass is templates/flow.js, in a Worker; templates/page.js is the interface.
+The forward pass is templates/flow.js, in a Worker; the interface is page.js with pictures.js and input.js.
 """
 
 import base64
@@ -131,6 +131,8 @@ def make_payload(
     check_supported(model.config)
     step_macs = check_size(model)
     model, config = half_precision(model), model.config
+    neutral = [0.5] * config.num_channels  # as the model's image processor has it
+    model.config.image_mean, model.config.image_std = config.image_mean or neutral, config.image_std or neutral
     weights = {name.removeprefix("odevit."): weight for name, weight in model.state_dict().items()}
     starts = np.cumsum([0, *(weight.numel() for weight in weights.values())]).tolist()
     blob = torch.cat([weight.flatten() for weight in weights.values()]).half().numpy().astype("<f2").tobytes()
@@ -140,8 +142,8 @@ def make_payload(
         "title": title,
         "config": values | {name: getattr(config, name) for name in NUMBERS} | {"solver": solver},
         "classes": [str(name) for name in class_names],
-        "mean": config.image_mean or [0.0] * config.num_channels,
-        "std": config.image_std or [1.0] * config.num_channels,
+        "mean": model.config.image_mean,
+        "std": model.config.image_std,
         "parameters": count_parameters(model)["total"],
         "solvers": {
             name: {"F": s.evaluations.F, "G": s.evaluations.G, "order": s.order} for name, s in SOLVERS.items()
@@ -198,8 +200,9 @@ def _teacher_paths(teacher: Any, model: Any, pixels: Tensor, axes: Any) -> dict[
     config = model.config
     if teacher is None or teacher.width != config.hidden_size or getattr(config, "pool", "cls") != "cls":
         return None
-    trace = teacher.trace(model_input(model, pixels))
-    paths = axes.project(torch.stack([state[:, 0] for state in trace.states], dim=1).double())
+    device = next(teacher.parameters()).device
+    trace = teacher.trace(teacher.renormalise(model_input(model, pixels).to(device), config))
+    paths = axes.project(torch.stack([state[:, 0] for state in trace.states], dim=1).double().cpu())
     times = config.meeting_times
     if times is None or len(times) != teacher.depth:
         times = [config.horizon * (layer + 1) / teacher.depth for layer in range(teacher.depth)]
@@ -218,7 +221,8 @@ def live(payload: dict[str, Any]) -> Opening:
     """The running model as a part of another page. Texts of the payload reach the page as text, never as markup."""
     content = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     html = Template(_template("live.html")).substitute(payload=content, flow=_template("flow.js"))
-    return Opening(html=html, css=_template("page.css"), script=_template("page.js"))
+    script = "".join(_template(name) for name in ("pictures.js", "input.js", "page.js"))
+    return Opening(html=html, css=_template("page.css"), script=f'(() => {{\n"use strict";\n{script}}})();\n')
 
 
 def write_page(payload: dict[str, Any], path: str | Path) -> Path:
