@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from distill_contract import DistillContract
 from teacher_contract import SIZES, TeacherContract, images, randomise, read_out, rebuild_tokens
 from torch import nn
 
@@ -25,7 +26,7 @@ from odevit.teachers.teacher import (
 HUGGING_FACE = [name for name, family in TEACHERS.items() if isinstance(family, HuggingFace)]
 
 
-class TestEveryFamily(TeacherContract):
+class TestEveryFamily(TeacherContract, DistillContract):
     @pytest.fixture(params=TEACHERS)
     def model(self, request: pytest.FixtureRequest) -> nn.Module:
         try:

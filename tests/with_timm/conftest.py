@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent))  # teacher_contract.py
+TESTS = Path(__file__).parent.parent
+sys.path += [str(TESTS), str(TESTS / "distill")]  # teacher_contract.py, test_student.py
 
 
 def declare_missing_operators() -> None:

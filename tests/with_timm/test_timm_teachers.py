@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from distill_contract import DistillContract
 from teacher_contract import SIZES, TeacherContract, images, randomise, read_out
 from torch import nn
 
@@ -28,7 +29,7 @@ VARIANTS = {
 }
 
 
-class TestEveryFamily(TeacherContract):
+class TestEveryFamily(TeacherContract, DistillContract):
     @pytest.fixture(params=["timm", "torchvision"])
     def model(self, request: pytest.FixtureRequest) -> nn.Module:
         return randomise(TEACHERS[request.param].example(**SIZES))
@@ -38,6 +39,12 @@ class TestTimmVariants(TeacherContract):
     @pytest.fixture(params=VARIANTS)
     def model(self, request: pytest.FixtureRequest) -> nn.Module:
         return randomise(VARIANTS[request.param]())
+
+
+class TestTimmWithoutHead(DistillContract):
+    @pytest.fixture
+    def model(self) -> nn.Module:
+        return randomise(VARIANTS["no head"]())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,7 +1,7 @@
 """`odevit analyze`: an ODE-ViT and images in, a report out: what does its flow do?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Report:
     command: str = ""  # default: the `odevit analyze` that makes the same report
     only: Sequence[str] | None = None  # names of analyses; None: all
     max_images: int = 256
-    quick: bool = False
+    options: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # analysis → its settings; QUICK: --quick
     picture: tuple[str, Path] | None = None  # a finding's figure that is saved by itself, and where
     live: bool = False  # the report begins with the model itself, running in the reader's browser
 
@@ -61,7 +61,8 @@ def analyze(
     network.to(device)
     loaded = load_data_for(network, data)
     teaching = load_teacher(teacher, image_size=network.config.image_size).to(device) if teacher else None
-    report = Report(output or Report.folder, only=only.split(",") if only else None, max_images=max_images, quick=quick)
+    report = Report(output or Report.folder, only=only.split(",") if only else None, max_images=max_images)
+    report = replace(report, options=QUICK) if quick else report
     names = {"model": model, "data": data} | ({"teacher": teacher} if teacher else {})
     return write_study(network, loaded, teaching, report, names=names)[0]
 
@@ -74,14 +75,13 @@ def write_study(
     made = {finding.name.partition("/")[0] for finding in first}
     chosen = [name for name in report.only or load_analyses() if name not in made]
     with progress_bars() as progress:
-        options = QUICK if report.quick else {}
         study = make_study(
-            model, data, teacher=teacher, max_images=report.max_images, options=options, progress=progress
+            model, data, teacher=teacher, max_images=report.max_images, options=dict(report.options), progress=progress
         )
         findings = [*first, *run_analyses(chosen, study)]
     command = f"odevit analyze {names['model']} --data {names['data']}"
     command += f" --teacher {names['teacher']}" if names.get("teacher") else ""
-    command += f" --max-images {report.max_images}" + (" --quick" if report.quick else "")
+    command += f" --max-images {report.max_images}" + (" --quick" if report.options == QUICK else "")
     path = write_report(
         findings,
         report.folder,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from odevit.analysis.comparison import compare, comparison_finding
-from odevit.commands.analyze import Report, write_study
+from odevit.commands.analyze import QUICK, Report, write_study
 from odevit.commands.console import print_comparison
 from odevit.data import Data, load_data
 from odevit.distill.objective import build
@@ -45,7 +45,7 @@ SMOKE_OVERRIDES = [
     "loop.compile=false",
     "distill.sample=32",
 ]
-QUICK_REPORT = Report(max_images=64, quick=True)  # a minute or two for a CIFAR student on two cores
+QUICK_REPORT = Report(max_images=64, options=QUICK)  # a minute or two for a CIFAR student on two cores
 
 
 def distill(

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from odevit.commands.analyze import Report
+from odevit.commands.analyze import QUICK, Report
 from odevit.commands.distill import distill_recipe
 from odevit.commands.train import train_recipe
 from odevit.recipe import Recipe
@@ -58,7 +58,7 @@ def quickstart(output: Path, *, quick: bool = False) -> Path:
         title="A Vision Transformer turned into a flow",
         command="odevit quickstart",
         max_images=40 if quick else REPORT_IMAGES,
-        quick=True,
+        options=QUICK,
         picture=("robustness/verdict", output / "quickstart.png"),
         live=True,
     )

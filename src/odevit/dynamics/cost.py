@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
+from odevit.dynamics.jacobian import forward_derivatives
 from odevit.model.solvers import ADAPTIVE, SOLVERS
 
 
@@ -47,7 +47,7 @@ def count_macs(
     shape = shape or (config.num_channels, config.image_size, config.image_size)
     image = torch.empty(1, *shape, device="meta")
     options = {name: value for name, value in (("num_steps", num_steps), ("solver", solver)) if value is not None}
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+    with FlopCounterMode(display=False) as counter, forward_derivatives(), torch.no_grad():
         ghost(image, **options)
     total = counter.get_total_flops() // 2
     around = 0

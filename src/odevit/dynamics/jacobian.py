@@ -4,8 +4,8 @@ Every function takes a map f of states x (b, …) that treats samples independen
 mode); one batched Jacobian product then serves all samples, each with its own vector.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,9 +14,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Map = Callable[[Tensor], Tensor]
 
 
-def forward_derivatives() -> AbstractContextManager[None]:
-    """Context in which forward-mode derivatives pass through attention: fused kernels have none, the plain one does."""
-    return sdpa_kernel(SDPBackend.MATH)
+@contextmanager
+def forward_derivatives() -> Iterator[None]:
+    """Context in which forward-mode derivatives pass through attention: fused kernels have none, the plain one does.
+
+    The second one is that of nn.MultiheadAttention in eval mode, which torchvision's ViTs are made of.
+    """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def linearise(f: Map, x: Tensor) -> tuple[Tensor, Map, Map]:
