@@ -1,32 +1,139 @@
-"""Finite-time Lyapunov exponents: how fast do nearby states drift apart along the flow?
+"""Lyapunov exponents: how fast do nearby states drift apart?
 
-k tangents travel with the state through the model's own integrator (tangents of the step maps, not of the exact flow)
-and are orthonormalised as whole tangents, all tokens together, every `qr_every` steps (Benettin et al. 1980):
+Finite-time exponents of a model, `model_exponents` and `teacher_exponents`: λ_i = log σ_i(Φ) / (sT), Φ the Jacobian of
+the whole map from tokens to final state, K steps of the model's own integrator. They have a definite value for every
+image, found to a residual that is told.
 
-    λ_i = (1 / total time) Σ log |R_ii|
-
-Renormalising one token only, as some code does, measures something else: the other tokens keep growing and feed it.
+Long-time exponents of a dynamical system, `long_time_exponents`: the limit over many steps, by k tangents that are
+orthonormalised every few steps (Benettin et al. 1980). Over the few steps of a network random tangents do not get near
+the top direction, and the result depends on their number and seed: so this is not for models.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import Tensor
 
-from odevit.dynamics.tangents import JetField, orthonormalise, push
-from odevit.model.solvers import SOLVERS, Grid, NonFiniteStateError
+from odevit.dynamics.flow import blind_to_constants, evaluating, flow_map
+from odevit.dynamics.jacobian import linearise
+from odevit.dynamics.lanczos import Map, largest_singular_values
+from odevit.dynamics.tangents import orthonormalise, push
+from odevit.model.solvers import NonFiniteStateError
+
+ITERATIONS = 40  # blocks of k products with Φ and as many with Φᵀ, at most
+TOLERANCE = 2e-3  # of a singular value: where iteration stops. Its error is of the order of the residual's square
+ELEMENTS = 16_000_000  # numbers a batch may hold: its size times tokens, width and steps, times WORKSPACE
+WORKSPACE = 60  # tensors of a state's size that one step leaves in a graph for products with Φ and Φᵀ, about
+
+# --- finite time ------------------------------------------------------------------------------------------------------
+
+
+class Exponents(NamedTuple):
+    """Top k exponents of each image, (b, k) in float64, largest first, per unit of depth; -inf beyond the map's rank."""
+
+    value: Tensor  # log σ / (sT), from below
+    upper: Tensor  # log(σ + residual) / (sT): a true exponent lies between the two
+
+
+def finite_time_exponents(
+    flow: Map, x: Tensor, k: int = 1, *, total_time: float, quotient: bool = False, seed: int = 0
+) -> Exponents:
+    """λ_i = log σ_i / total_time of the Jacobian of `flow` at each x (b, …), which must treat its samples independently.
+
+    quotient: of P Φ P with P = I - 11ᵀ/d per token. It descends to the quotient because Φ maps constants to constants.
+    """
+    if total_time <= 0:
+        raise ValueError(f"total_time must be positive, got {total_time}")
+    end, forward, backward = linearise(flow, x)
+    if not bool(torch.isfinite(end).all()):
+        raise NonFiniteStateError(None, total_time)
+    found = largest_singular_values(
+        forward, backward, x, k, iterations=ITERATIONS, tolerance=TOLERANCE, seed=seed, quotient=quotient
+    )
+    return Exponents(found.value.log() / total_time, found.upper.log() / total_time)
+
+
+def _batches(tensor: Tensor, most: int, size: int, steps: int) -> Iterator[Tensor]:
+    """Parts of at most `most` images, fewer where the graph of `steps` steps on states of `size` numbers is large."""
+    yield from tensor.split(max(1, min(most, ELEMENTS * 4 // (WORKSPACE * size * steps))))
+
+
+def _joined(parts: list[Exponents]) -> Exponents:
+    return Exponents(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
+
+
+def model_exponents(
+    model: Any,
+    images: Tensor,
+    k: int = 1,
+    num_steps: int | None = None,
+    solver: str | None = None,
+    *,
+    quotient: bool = False,
+    batch_size: int = 64,
+    seed: int = 0,
+) -> Exponents:
+    """Top k finite-time exponents of the model's flow for each image (b, c, H, W): (b, k), per unit of depth.
+
+    With the model's own steps and solver unless given (rk4 in place of an adaptive solver); the total time is s·T = D,
+    so an exponent is the mean log growth per emulated layer. Costs some 10 blocks of 2k Jacobian products an image.
+    quotient: constants per token do not count (see `sees_quotient`).
+    """
+    config, flow, parts = model.config, flow_map(model, num_steps, solver), []
+    with evaluating(model):
+        tokens = model.odevit.embed(images[:1])[0].numel()
+        for batch in _batches(images, batch_size, tokens, num_steps or config.num_steps):
+            x = model.odevit.embed(batch)
+            parts.append(
+                finite_time_exponents(flow, x, k, total_time=float(config.depth), quotient=quotient, seed=seed)
+            )
+    return _joined(parts)
+
+
+def sees_quotient(model: Any, images: Tensor) -> bool:
+    """Does the model ignore constants per token, so that its exponents are those of the quotient?
+
+    True where the field's norms and the head's subtract means; then the exponents of the whole space have a zero for
+    every token that says nothing about the model, and the top one is never below 0.
+    """
+    with evaluating(model):
+        return blind_to_constants(flow_map(model), model.classify, model.odevit.embed(images[:1]))
+
+
+def _blocks(teacher: Any) -> Map:
+    def flow(x: Tensor) -> Tensor:
+        for layer in range(teacher.depth):
+            x = teacher.block(layer, x)
+        return x
+
+    return flow
+
+
+@torch.no_grad()
+def teacher_exponents(
+    teacher: Any, images: Tensor, k: int = 1, *, quotient: bool = False, batch_size: int = 64, seed: int = 0
+) -> Exponents:
+    """Top k finite-time exponents of a discrete ViT for each image: (b, k), per layer. Its blocks are the steps."""
+    flow, parts = _blocks(teacher), []
+    size = (1 + teacher.num_patches + teacher.extra_tokens) * teacher.width
+    for batch in _batches(images, batch_size, size, teacher.depth):
+        x = teacher.trace(batch).states[0]
+        parts.append(
+            finite_time_exponents(flow, x, k, total_time=float(teacher.depth), quotient=quotient, seed=seed)
+        )
+    return _joined(parts)
+
+
+# --- long time --------------------------------------------------------------------------------------------------------
 
 JetMap = Callable[[Tensor], Tensor]  # (1 + k, b, …) -> (1 + k, b, …)
-FIXED_STEP_FALLBACK = "rk4"  # stands in for an adaptive solver, whose steps are not one differentiable map
 
 
-def lyapunov_spectrum(
-    step_maps: Iterable[Callable[[Tensor], Tensor]],
+def long_time_exponents(
+    step_maps: Iterable[Map],
     x0: Tensor,
     k: int = 1,
     *,
@@ -35,19 +142,19 @@ def lyapunov_spectrum(
     frame: Tensor | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Top k exponents of the composition of `step_maps` at each x0 (b, …): (b, k), largest first.
+    """Top k exponents of the composition of many `step_maps` at each x0 (b, …): (b, k), largest first.
 
-    Each map takes and returns a batch of states and must treat its samples independently.
-    total_time: what the sum of log growths is divided by (time of a flow, number of layers of a network).
+    λ_i = (1 / total time) Σ log |R_ii|, tangents orthonormalised as a whole: renormalising a part of the state measures
+    something else. Each map takes and returns a batch of states and must treat its samples independently.
     frame: initial tangents (k, …) or (k, b, …); by default random, the same for every sample, so that the result does
         not depend on how samples are batched. Exponents over a short time depend on it, over a long time they do not.
     """
     maps = (partial(push, step) for step in step_maps)
-    return jet_spectrum(maps, x0, k, total_time=total_time, qr_every=qr_every, frame=frame, seed=seed)
+    return long_time_jet_exponents(maps, x0, k, total_time=total_time, qr_every=qr_every, frame=frame, seed=seed)
 
 
 @torch.no_grad()
-def jet_spectrum(
+def long_time_jet_exponents(
     maps: Iterable[JetMap],
     x0: Tensor,
     k: int = 1,
@@ -57,7 +164,7 @@ def jet_spectrum(
     frame: Tensor | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """`lyapunov_spectrum` for maps that push their own tangents: (1 + k, b, …) -> (1 + k, b, …), the state first."""
+    """`long_time_exponents` for maps that push their own tangents: (1 + k, b, …) -> (1 + k, b, …), the state first."""
     size = math.prod(x0.shape[1:])
     if not 1 <= k <= size:
         raise ValueError(f"k must be between 1 and the number of state variables {size}, got {k}")
@@ -86,65 +193,3 @@ def jet_spectrum(
 def _renormalise(jet: Tensor, growth: Tensor) -> tuple[Tensor, Tensor]:
     tangents, diagonal = orthonormalise(jet[1:])
     return torch.cat([jet[:1], tangents]), growth + diagonal.double().log()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode and capped weights computed once, for a while."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), parametrize.cached():
-            yield
-    finally:
-        model.train(training)
-
-
-def fixed_step_solver(name: str) -> str:
-    """The solver whose steps carry the tangents: itself, or rk4 in place of an adaptive one."""
-    return name if name in SOLVERS else FIXED_STEP_FALLBACK
-
-
-def model_exponents(
-    model: Any,
-    images: Tensor,
-    k: int = 1,
-    num_steps: int | None = None,
-    solver: str | None = None,
-    *,
-    qr_every: int = 1,
-    batch_size: int = 64,
-    seed: int = 0,
-) -> Tensor:
-    """Top k finite-time exponents of the model's flow for each image (b, c, H, W): (b, k), per unit of depth.
-
-    With the model's own steps and solver unless given (rk4 in place of an adaptive solver); the total time is s·T = D,
-    so an exponent is the mean log growth per emulated layer. Memory is that of one batch, however many there are.
-    """
-    config, fields = model.config, [JetField(field) for field in model.odevit.fields]
-    step = SOLVERS[fixed_step_solver(solver or config.solver)].step
-    grid = Grid(num_steps or config.num_steps, float(config.horizon), len(fields))
-    results = []
-    with _evaluating(model):
-        for batch in images.split(batch_size):
-            maps = (partial(_jet_step, step, fields[phase], h) for phase, h in grid.steps())
-            tokens, depth = model.odevit.embed(batch), float(config.depth)
-            results.append(jet_spectrum(maps, tokens, k, total_time=depth, qr_every=qr_every, seed=seed))
-    return torch.cat(results)
-
-
-def _jet_step(step: Callable[[Any, Tensor, float], Tensor], field: JetField, h: float, jet: Tensor) -> Tensor:
-    return step(field, jet, h)
-
-
-def teacher_exponents(
-    teacher: Any, images: Tensor, k: int = 1, *, qr_every: int = 1, batch_size: int = 16, seed: int = 0
-) -> Tensor:
-    """Top k exponents of a discrete ViT for each image: (b, k), per layer. Its blocks are the step maps of the flow."""
-    results = []
-    with torch.no_grad():
-        for batch in images.split(batch_size):
-            maps = (partial(teacher.block, layer) for layer in range(teacher.depth))
-            tokens = teacher.trace(batch).states[0]
-            results.append(lyapunov_spectrum(maps, tokens, k, total_time=teacher.depth, qr_every=qr_every, seed=seed))
-    return torch.cat(results)

@@ -4,14 +4,14 @@ Every function takes a map f of states x (b, …) that treats samples independen
 mode); one batched Jacobian product then serves all samples, each with its own vector.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Map = Callable[[Tensor], Tensor]
+from odevit.dynamics.lanczos import Estimate, Map, largest_eigenvalue, largest_singular_values
 
 
 @contextmanager
@@ -52,58 +52,31 @@ def linearise(f: Map, x: Tensor) -> tuple[Tensor, Map, Map]:
     return y.detach(), push, pull
 
 
-# --- Lanczos ----------------------------------------------------------------------------------------------------------
+# --- norm and log-norm ------------------------------------------------------------------------------------------------
 
-
-def _largest_eigenvalue(operator: Map, like: Tensor, iterations: int, seed: int) -> Tensor:
-    """Largest eigenvalue of one symmetric operator per sample, (b,): Lanczos with full reorthogonalisation.
-
-    The result is a Ritz value: never above the eigenvalue (up to rounding), rising to it with `iterations`, of which
-    there are at most as many as dimensions. A sample whose Krylov space is exhausted earlier is exact and idles.
-    """
-    if iterations < 1:
-        raise ValueError(f"iterations must be at least 1, got {iterations}")
-    generator = torch.Generator().manual_seed(seed)
-    vector = torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device).flatten(1)  # (b, m)
-    vector = vector / vector.norm(dim=1, keepdim=True)
-    steps = min(iterations, vector.shape[1])
-    basis = vector.new_zeros(like.shape[0], steps, vector.shape[1])
-    tridiagonal = torch.zeros(like.shape[0], steps, steps, dtype=torch.float64, device=like.device)
-    size = torch.zeros_like(vector[:, 0])  # (b,) largest entry so far, the scale against which a remainder is zero
-    alive = torch.ones_like(size, dtype=torch.bool)
-    for i in range(steps):
-        basis[:, i] = vector
-        image = operator(vector.view_as(like)).flatten(1)
-        diagonal = (image * vector).sum(dim=1)
-        # An idle sample gets its first Rayleigh quotient, which is never above the eigenvalue already found.
-        tridiagonal[:, i, i] = torch.where(alive, diagonal.double(), tridiagonal[:, 0, 0])
-        known = basis[:, : i + 1]
-        for _ in range(2):  # once leaves rounding behind, twice is enough (Parlett, The Symmetric Eigenvalue Problem)
-            image = image - torch.einsum("bkm,bk->bm", known, torch.einsum("bkm,bm->bk", known, image))
-        rest = image.norm(dim=1)
-        size = torch.maximum(size, torch.maximum(diagonal.abs(), rest))
-        alive = alive & (rest > 100 * torch.finfo(like.dtype).eps * size)
-        vector = torch.where(alive[:, None], image / rest[:, None], 0.0)
-        if i + 1 < steps:
-            tridiagonal[:, i, i + 1] = tridiagonal[:, i + 1, i] = torch.where(alive, rest, 0.0).double()
-    return torch.linalg.eigvalsh(tridiagonal)[:, -1].to(like.dtype)
+CONVERGED = 1e-5  # residual, relative to the operator's size, at which iteration stops
 
 
 @torch.no_grad()
 def jacobian_norm(f: Map, x: Tensor, iterations: int = 20, *, seed: int = 0) -> Tensor:
-    """‖J_f(x)‖₂ of every sample, (b,): Lanczos on JᵀJ, two Jacobian products an iteration; an estimate from below."""
+    """‖J_f(x)‖₂ of every sample, (b,): Lanczos, two Jacobian products an iteration; an estimate from below."""
     _, push, pull = linearise(f, x)
-    return _largest_eigenvalue(lambda v: pull(push(v)), x, iterations, seed).clamp_min(0).sqrt()
+    found = largest_singular_values(push, pull, x, iterations=iterations, tolerance=CONVERGED, seed=seed)
+    return found.value[:, 0].to(x.dtype)
 
 
 @torch.no_grad()
-def log_norm(f: Map, x: Tensor, iterations: int = 30, *, seed: int = 0) -> Tensor:
-    """μ(x) = λ_max((J + Jᵀ)/2) of every sample, (b,): negative where the field contracts.
+def log_norm(f: Map, x: Tensor, iterations: int = 30, *, seed: int = 0, quotient: bool = False) -> Estimate:
+    """μ(x) = λ_max((J + Jᵀ)/2) of every sample, (b,): negative where the field contracts in every direction.
 
-    Lanczos, two Jacobian products an iteration. An estimate from below that rises to μ with the iterations.
+    Lanczos, two Jacobian products an iteration. The value rises to μ from below, so its sign alone proves nothing; with
+    the residual added it is an estimate from above. Norms that subtract a token's mean give J·1 = 0 and so μ ≥ 0 always:
+    whether such a field contracts is asked of P J P, P = I - 11ᵀ/d per token, on the range of P (quotient).
     """
     _, push, pull = linearise(f, x)
-    return _largest_eigenvalue(lambda v: (push(v) + pull(v)) / 2, x, iterations, seed)
+    return largest_eigenvalue(
+        lambda v: (push(v) + pull(v)) / 2, x, iterations=iterations, tolerance=CONVERGED, seed=seed, quotient=quotient
+    )
 
 
 # --- error of Euler's method ------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from odevit.dynamics.jacobian import forward_derivatives
 from odevit.model.field import VectorField
 from odevit.model.layers import Attention, CenterNorm
 
+DEPENDENT = 100  # times machine precision, relative to the column: what Gram-Schmidt leaves of a dependent one is less
+
 
 @torch.no_grad()
 def push(function: Callable[[Tensor], Tensor], jet: Tensor) -> Tensor:
@@ -95,13 +97,16 @@ class JetField:
 def orthonormalise(tangents: Tensor) -> tuple[Tensor, Tensor]:
     """QR of the k tangents (k, b, …) of each sample, over the whole flattened state: Q (k, b, …) and diag R (k, b).
 
-    Modified Gram-Schmidt, which needs no transposed copy. Columns that depend on earlier ones get R = 0 and stay 0.
+    Modified Gram-Schmidt, which needs no transposed copy. A column that depends on earlier ones, up to rounding, gets
+    R = 0 and stays 0.
     """
     q = tangents.flatten(2).clone()  # (k, b, N)
+    rounding = DEPENDENT * torch.finfo(q.dtype).eps * torch.linalg.vector_norm(q, dim=-1)  # (k, b)
     diagonal = []
     for i in range(len(q)):
         length = torch.linalg.vector_norm(q[i], dim=-1)  # (b,)
-        q[i] /= length.clamp_min(torch.finfo(q.dtype).tiny).unsqueeze(-1)
+        length = torch.where(length > rounding[i], length, 0.0)
+        q[i] *= torch.where(length > 0, 1 / length, 0.0).unsqueeze(-1)
         if i + 1 < len(q):
             dots = torch.einsum("kbn,bn->kb", q[i + 1 :], q[i])
             q[i + 1 :] -= dots.unsqueeze(-1) * q[i]
