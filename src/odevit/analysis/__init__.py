@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from odevit.model.solvers import SolverError
 from odevit.registry import Registry
 
 if TYPE_CHECKING:
@@ -145,6 +146,11 @@ def run_analyses(names: Sequence[str] | None, study: Study) -> list[Finding]:
         if analysis.needs_teacher and study.teacher is None:
             reason = f"Skipped: {name} compares the model with a teacher, and no teacher was given."
             skipped.append(Finding(f"{name}/skipped", None, "Not run", reason))
-        else:
-            findings.extend(analysis.run(study))
+            continue
+        try:
+            for finding in analysis.run(study):
+                findings.append(finding)
+        except (SolverError, torch.linalg.LinAlgError) as error:
+            reason = f"Not computed: {str(error).rstrip('.')}."
+            findings.append(Finding(f"{name}/not_computed", None, "Not computed", reason))
     return findings + skipped

@@ -12,6 +12,7 @@ from odevit.analysis import Finding, Study, register_analysis
 from odevit.analysis.attack import attack
 from odevit.dynamics.bounds import ATTENTION_BOUNDS, field_bound
 from odevit.dynamics.certificate import EXACT_STATE, certify, check_certifiable
+from odevit.dynamics.exponents import sees_quotient
 from odevit.dynamics.jacobian import jacobian_norm, log_norm
 from odevit.model.solvers import Grid
 from odevit.model.spectral import spectral_norms
@@ -19,6 +20,7 @@ from odevit.model.spectral import spectral_norms
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SIGNLESS = 1e-4  # of ‖J‖: a log-norm this near to zero has no sign (float32 products, a hundred times their rounding)
 PATH_STATES = 9  # at most this many states along the path
 RADIUS_BATCH = 8  # of them at once: an exact Jacobian takes memory quadratic in the state
 
@@ -30,30 +32,37 @@ class PathMeasures(NamedTuple):
     bound: Tensor | None  # of ‖J‖; None where no bound is known
     norm: Tensor  # ‖J‖, from below by Lanczos iteration
     log_norm: Tensor  # μ, likewise
+    log_norm_upper: Tensor  # μ with the residual of the iteration added: an estimate from above
+    quotient: bool  # μ of P J P: constants per token, which neither field nor head sees, do not count
 
 
 @torch.no_grad()
 def path_measures(model: Any, images: Tensor, *, states: int = PATH_STATES) -> PathMeasures:
     """Bound, norm and log-norm of T·field (the field over unit time) at states along the model's own path."""
+    quotient = sees_quotient(model, images)
     config, base = model.config, model.odevit
     grid = Grid(config.num_steps, float(config.horizon), config.num_fields)
     path = base.evolve(base.embed(images), save_at="steps").xs  # (K + 1, b, n, d)
     phases, times = [phase for phase, _ in grid.steps()], grid.times()
     count = min(states, config.num_steps)
     chosen = sorted({round(i * (config.num_steps - 1) / max(1, count - 1)) for i in range(count)})
-    bounds, norms, log_norms = [], [], []
+    bounds, norms, log_norms, uppers = [], [], [], []
     for k in chosen:
         field, x = base.fields[phases[k]], path[k]
         if type(field.attention) in ATTENTION_BOUNDS:
             bounds.append(field_bound(field, x))
         norms.append(jacobian_norm(field, x))
-        log_norms.append(log_norm(field, x))
+        estimate = log_norm(field, x, quotient=quotient)
+        log_norms.append(estimate.value)
+        uppers.append(estimate.upper)
     horizon = float(config.horizon)
     return PathMeasures(
         [times[k] / horizon for k in chosen],
         horizon * torch.stack(bounds) if bounds else None,
         horizon * torch.stack(norms),
         horizon * torch.stack(log_norms),
+        horizon * torch.stack(uppers),
+        quotient,
     )
 
 
@@ -85,25 +94,32 @@ def _weights(model: Any) -> Finding:
 
 
 def _path(model: Any, measures: PathMeasures) -> Finding:
-    depth, (_, bound, norm, log) = float(model.config.depth), measures
+    depth, (_, bound, norm, log, upper, quotient) = float(model.config.depth), measures
+    zero = SIGNLESS * norm
     value = {
         "time": measures.times,
         "bound": None if bound is None else (bound.mean(dim=1) / depth).tolist(),
         "norm": (norm.mean(dim=1) / depth).tolist(),
         "log_norm": (log.mean(dim=1) / depth).tolist(),
-        "share_contracting": float((log < 0).double().mean()),
+        "log_norm_upper": (upper.mean(dim=1) / depth).tolist(),
+        "quotient": quotient,
+        "share_contracting": float((upper < -zero).double().mean()),
+        "share_expanding": float((log > zero).double().mean()),
         "bound_over_norm": None if bound is None else float((bound / norm).median()),
         "images": norm.shape[1],
     }
     loose = "" if bound is None else f"The bound is {value['bound_over_norm']:.1f}× the measured norm (median). "
+    without = " Constants per token, which neither field nor head sees, are taken out of μ." if quotient else ""
     text = (
         "Per unit of depth, at states of the path: the a-priori bound of the Jacobian's norm, the norm itself, and the "
-        "log-norm μ, the fastest rate at which any two states nearby can part; the field contracts where μ < 0. "
-        f"{loose}Measured: μ < 0 at {value['share_contracting']:.0%} of the states of {norm.shape[1]} images."
+        f"log-norm μ, the fastest rate at which any two states nearby can part.{without} {loose}μ is positive at "
+        f"{value['share_expanding']:.0%} of the states of {norm.shape[1]} images: there some states part. Its estimate "
+        f"from above (Lanczos, residual added) is negative at {value['share_contracting']:.0%}: there the field is "
+        "estimated to contract in every direction."
     )
     share = value["share_contracting"]
     where = "nowhere along the paths looked at" if share == 0 else f"at {share:.0%} of the states looked at"
-    headline = f"The field contracts in every direction (log-norm below 0) {where}."
+    headline = f"The field is estimated to contract in every direction (log-norm below 0) {where}."
     return Finding(
         "stability/path", value, "The Jacobian along the path", text, _curves(measures, depth), headline,
         {"states where the field contracts": f"{share:.0%}"},

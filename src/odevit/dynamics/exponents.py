@@ -23,8 +23,8 @@ from odevit.dynamics.lanczos import Map, largest_singular_values
 from odevit.dynamics.tangents import orthonormalise, push
 from odevit.model.solvers import NonFiniteStateError
 
-ITERATIONS = 40  # blocks of k products with Φ and as many with Φᵀ, at most
-TOLERANCE = 2e-3  # of a singular value: where iteration stops. Its error is of the order of the residual's square
+PRODUCTS, FEWEST = 40, 10  # with Φ, and as many with Φᵀ, at most: in blocks of k, of which there may be FEWEST anyway
+TOLERANCE = 5e-3  # residual of a singular value at which iteration stops; the error is of the order of its square
 ELEMENTS = 16_000_000  # numbers a batch may hold: its size times tokens, width and steps, times WORKSPACE
 WORKSPACE = 60  # tensors of a state's size that one step leaves in a graph for products with Φ and Φᵀ, about
 
@@ -32,7 +32,7 @@ WORKSPACE = 60  # tensors of a state's size that one step leaves in a graph for 
 
 
 class Exponents(NamedTuple):
-    """Top k exponents of each image, (b, k) in float64, largest first, per unit of depth; -inf beyond the map's rank."""
+    """Top k exponents of each image, (b, k) in float64, largest first, per unit of depth; -inf beyond Φ's rank."""
 
     value: Tensor  # log σ / (sT), from below
     upper: Tensor  # log(σ + residual) / (sT): a true exponent lies between the two
@@ -41,7 +41,7 @@ class Exponents(NamedTuple):
 def finite_time_exponents(
     flow: Map, x: Tensor, k: int = 1, *, total_time: float, quotient: bool = False, seed: int = 0
 ) -> Exponents:
-    """λ_i = log σ_i / total_time of the Jacobian of `flow` at each x (b, …), which must treat its samples independently.
+    """λ_i = log σ_i / total_time of the Jacobian of `flow`, which treats samples independently, at each x (b, …).
 
     quotient: of P Φ P with P = I - 11ᵀ/d per token. It descends to the quotient because Φ maps constants to constants.
     """
@@ -50,8 +50,9 @@ def finite_time_exponents(
     end, forward, backward = linearise(flow, x)
     if not bool(torch.isfinite(end).all()):
         raise NonFiniteStateError(None, total_time)
+    blocks = max(FEWEST, PRODUCTS // k)
     found = largest_singular_values(
-        forward, backward, x, k, iterations=ITERATIONS, tolerance=TOLERANCE, seed=seed, quotient=quotient
+        forward, backward, x, k, iterations=blocks, tolerance=TOLERANCE, seed=seed, quotient=quotient
     )
     return Exponents(found.value.log() / total_time, found.upper.log() / total_time)
 
@@ -121,10 +122,14 @@ def teacher_exponents(
     size = (1 + teacher.num_patches + teacher.extra_tokens) * teacher.width
     for batch in _batches(images, batch_size, size, teacher.depth):
         x = teacher.trace(batch).states[0]
-        parts.append(
-            finite_time_exponents(flow, x, k, total_time=float(teacher.depth), quotient=quotient, seed=seed)
-        )
+        parts.append(finite_time_exponents(flow, x, k, total_time=float(teacher.depth), quotient=quotient, seed=seed))
     return _joined(parts)
+
+
+@torch.no_grad()
+def teacher_sees_quotient(teacher: Any, images: Tensor) -> bool:
+    """The same question of a teacher's blocks; its final LayerNorm, which every family has, ignores constants."""
+    return blind_to_constants(_blocks(teacher), None, teacher.trace(images[:1]).states[0])
 
 
 # --- long time --------------------------------------------------------------------------------------------------------
