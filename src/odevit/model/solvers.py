@@ -278,7 +278,10 @@ def _largest_rms(x: Tensor) -> Tensor:
 def _solve_adaptive(
     parts: Sequence[Any], x: Tensor, times: list[float], horizon: float, method: str, rtol: float, atol: float
 ) -> Solution:
-    from torchdiffeq import odeint
+    try:
+        from torchdiffeq import odeint
+    except ImportError as error:  # the model's code may run without odevit and what it installs, see odevit.export.hub
+        raise SolverError(f"{method} needs torchdiffeq: pip install torchdiffeq") from error
 
     calls, states = 0, []
     for phase, field in enumerate(parts):
