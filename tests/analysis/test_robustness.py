@@ -7,7 +7,7 @@ import torch
 
 from odevit import SOLVERS, OdeViTConfig, OdeViTForImageClassification
 from odevit.analysis import Study
-from odevit.analysis.robustness import run, steps_within, verdict
+from odevit.analysis.robustness import compare, run, steps_within, verdict
 from odevit.analysis.step_sweep import (
     REFERENCE,
     Point,
@@ -148,3 +148,12 @@ def test_findings_and_options() -> None:
     assert findings["robustness/verdict"].figure is not None
     with pytest.raises(ValueError, match="valid names: max_images"):
         list(run(Study(tiny(), IMAGES, LABELS, [], options={"robustness": {"images": 3}})))
+
+
+def test_one_image_is_never_significant() -> None:
+    points = [
+        Point("euler", 4, 4, accuracy=right, agreement=1.0, error=0.1, right=torch.tensor([bool(right)]))
+        for right in (1.0, 0.0)
+    ]
+    assert compare(*points)["gain"] == 1
+    assert not compare(*points)["significant"]

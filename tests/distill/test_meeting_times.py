@@ -99,3 +99,9 @@ def test_bad_input_is_named():
         meeting_times(torch.zeros(3))
     with pytest.raises(ValueError, match="at least 2 steps"):
         steps_per_layer([0.5, 1.0], Grid(1))
+
+
+def test_a_temperature_that_leaves_layers_no_time_is_refused():
+    """It gave [0, 0, 1]: three meetings at two times."""
+    with pytest.raises(ValueError, match=r"must increase.*temperature 0\.1 is too small"):
+        meeting_times(torch.tensor([10.0, 20.0, 90.0]), temperature=0.1)

@@ -23,7 +23,6 @@ from odevit.model.layers import (
 )
 from odevit.model.spectral import (
     SpectralCap,
-    SpectralMonitor,
     cap_spectral_norms_,
     gram_norm,
     spectral_init_,
@@ -89,20 +88,6 @@ def test_center_norm_has_jacobian_norm_exactly_d_over_d_minus_1():
         assert norm_bound(norm, x) == pytest.approx(width / (width - 1), rel=1e-12)
 
 
-def test_monitor_follows_moving_weights_without_touching_the_random_state():
-    torch.manual_seed(0)
-    field = VectorField(32, 4, hidden=64)
-    monitor, state = SpectralMonitor(), torch.get_rng_state()
-    monitor(field)
-    assert torch.equal(torch.get_rng_state(), state)
-    for _ in range(30):
-        for parameter in field.parameters():
-            parameter.data += 0.002 * torch.randn_like(parameter)
-        estimate = monitor(field)
-    for name, exact in spectral_norms(field).items():
-        assert 0.97 * exact <= estimate[name] <= exact * (1 + 1e-5)
-
-
 def test_gram_norm_is_an_upper_bound_within_three_percent():
     torch.manual_seed(0)
     shapes = [(1, 1), (1, 7), (64, 64), (128, 32), (32, 128), (200, 200)]
@@ -120,7 +105,15 @@ def test_gram_norm_keeps_its_precision_under_autocast_and_in_half():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert gram_norm(weight) == gram_norm(weight.clone()) >= norm2(weight.float()) * (1 - 3e-6)
     assert gram_norm(weight) == pytest.approx(float(gram_norm(weight.double())), rel=1e-5)
-    assert gram_norm(weight.bfloat16()).dtype == torch.bfloat16
+    assert SpectralCap(1.0)(weight.bfloat16()).dtype == torch.bfloat16
+
+
+def test_gram_norm_of_half_precision_is_never_below_the_norm():
+    """Of rank one the bound is the norm itself, so rounding it to bfloat16 went below in every other case."""
+    torch.manual_seed(0)
+    for _ in range(50):
+        weight = torch.outer(torch.randn(8), torch.randn(6)).bfloat16()
+        assert gram_norm(weight) >= norm2(weight.float()) * (1 - 3e-6)
 
 
 # --- the cap ----------------------------------------------------------------------------------------------------------

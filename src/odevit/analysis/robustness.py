@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from odevit.analysis import Finding, Study, register_analysis
+from odevit.analysis.intervals import FEWEST
 from odevit.analysis.step_sweep import (
     REFERENCE,
     STEP_COUNTS,
@@ -96,7 +97,8 @@ def compare(candidate: Point, base: Point) -> dict[str, Any]:
     error = difference.std(correction=0).item() / math.sqrt(len(difference))
     gain = difference.mean().item()
     named = {"solver": candidate.solver, "num_steps": candidate.num_steps, "evaluations": candidate.evaluations}
-    return {**named, "gain": gain, "standard_error": error, "significant": abs(gain) > SIGNIFICANT * error}
+    significant = len(difference) >= FEWEST and abs(gain) > SIGNIFICANT * error  # one image has no error at all
+    return {**named, "gain": gain, "standard_error": error, "significant": significant}
 
 
 def verdict(

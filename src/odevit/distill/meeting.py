@@ -48,7 +48,13 @@ def meeting_times(
     if not bool(torch.isfinite(distances).all()) or bool((distances < 0).any()) or not bool(distances.any()):
         raise ValueError(f"distances must be finite, not negative and not all zero, got {distances.tolist()}")
     times = horizon * PLACEMENTS[placement](distances.double(), temperature).cumsum(0)
-    return [*times[:-1].tolist(), float(horizon)]
+    result = [*times[:-1].tolist(), float(horizon)]
+    if any(before >= after for before, after in pairwise([0.0, *result])):
+        raise ValueError(
+            f"meeting times must increase, got {result}: temperature {temperature} is too small for distances of "
+            f"{distances.mean():.3g} on average; raise it, or leave it out"
+        )
+    return result
 
 
 def steps_per_layer(times: Sequence[float], grid: Grid) -> list[int]:

@@ -38,42 +38,8 @@ def spectral_norms(module: nn.Module) -> dict[str, float]:
     return {name: float(torch.linalg.matrix_norm(matrix, ord=2)) for name, matrix in _matrices(module)}
 
 
-@torch.no_grad()
-def power_iteration(weight: Tensor, vector: Tensor, iterations: int = 1) -> tuple[Tensor, Tensor]:
-    """Estimate of ‖W‖₂ from below, and the improved right singular vector to start from next time.
-
-    weight: (out, in); vector: (in,).
-    """
-    for _ in range(iterations):
-        vector = nn.functional.normalize(weight.mT @ (weight @ vector), dim=0)
-    return torch.linalg.vector_norm(weight @ vector), vector
-
-
-class SpectralMonitor:
-    """Spectral norms during training at the cost of a few matrix-vector products per layer.
-
-    It keeps one vector per layer, outside the model, and improves it a little at every call: weights move slowly, so
-    the estimate (from below) follows them. The first call takes `warm_up` iterations.
-    """
-
-    def __init__(self, *, iterations: int = 2, warm_up: int = 50):
-        self.iterations, self.warm_up = iterations, warm_up
-        self.vectors: dict[str, Tensor] = {}
-
-    def __call__(self, module: nn.Module) -> dict[str, float]:
-        norms = {}
-        for name, matrix in _matrices(module):
-            vector, iterations = self.vectors.get(name), self.iterations
-            if vector is None:
-                generator = torch.Generator().manual_seed(0)  # the model's random numbers stay as they are
-                vector, iterations = torch.randn(matrix.shape[1], generator=generator).to(matrix), self.warm_up
-            norm, self.vectors[name] = power_iteration(matrix, vector, iterations)
-            norms[name] = float(norm)
-        return norms
-
-
 def gram_norm(weight: Tensor, iterations: int = 7) -> Tensor:
-    """Upper bound of ‖W‖₂ that is never below it (up to rounding), differentiable; a scalar.
+    """Upper bound of ‖W‖₂ that is never below it (up to rounding), differentiable; a scalar in float32 or better.
 
     Gram iteration (Delattre et al., ICML 2023): with G₀ = W and G_k = G_{k-1}ᵀ G_{k-1}, ‖W‖₂ ≤ ‖G_k‖_F^(1/2^k). This is
     the Schatten norm of exponent 2^(k+1): at most rank^(1/2^(k+1)) too large, 2.6 % for k = 7 and rank 768.
@@ -91,7 +57,7 @@ def gram_norm(weight: Tensor, iterations: int = 7) -> Tensor:
             gram = gram.mT @ gram
             log_scale = 2 * (log_scale + size.log())
         last = torch.linalg.matrix_norm(gram).clamp_min(tiny).log()
-        return ((log_scale + last) / 2**iterations).exp().to(weight.dtype)
+        return ((log_scale + last) / 2**iterations).exp()  # rounded to bfloat16 it could be below the norm
 
 
 class SpectralCap(nn.Module):
@@ -107,7 +73,7 @@ class SpectralCap(nn.Module):
         self.cap = cap
 
     def forward(self, weight: Tensor) -> Tensor:
-        return weight / (gram_norm(weight) / self.cap).clamp_min(1)
+        return (weight / (gram_norm(weight) / self.cap).clamp_min(1)).to(weight.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return weight  # so that a capped weight can be assigned
