@@ -206,6 +206,10 @@ def test_monitors_and_tensorboard(tmp_path, data):
     monitored = [r for r in records if r["kind"] == "monitor"]
     assert [r["step"] for r in monitored] == [2, 4]
     assert len(monitored[0]["lyapunov"]) == 4
+    assert 0 < monitored[0]["g1"]["median"] <= monitored[0]["g1"]["largest"] <= 1
+    assert monitored[0]["map_norm"]["median"] >= 1 - 1e-5  # rows sum to one
+    assert monitored[0]["field_norm"]["largest"] <= monitored[0]["field_bound"]["largest"]
+    assert monitored[0]["sigma_max"]["largest"] >= 1 - 1e-3
     assert monitored[0]["spectral_norms"]["odevit.fields.0.mlp.w1"] == pytest.approx(1, abs=0.1)  # spectral init
     assert [r for r in records if r["kind"] != "monitor"] == read_metrics(tmp_path / "b")  # looking changes nothing
     assert list((tmp_path / "a" / "tensorboard").glob("events*"))

@@ -70,7 +70,7 @@ class LoopConfig:
     # from anew at every optimiser step, so that the weights learn the flow and not one number of steps
     step_schedule: list[tuple[float, int | list[int | str]]] = field(default_factory=list)
     anytime: float = 0.0  # share of the optimiser steps in which the head reads the state at a random time in [T/2, T]
-    monitor_every: int = 0  # spectral norms (one SVD per matrix) and top Lyapunov exponent of 4 images; 0 = off
+    monitor_every: int = 0  # weights (an SVD each), attention, field and σ_max of the flow (≤ 80 products) of 4 images
     tensorboard: bool = False
 
     def __post_init__(self) -> None:

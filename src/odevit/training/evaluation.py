@@ -86,10 +86,9 @@ def monitors(model: Any, split: Split, images: int = 4) -> dict[str, Any]:
 
     record: dict[str, Any] = {"spectral_norms": spectral_norms(model)}
     if hasattr(model, "odevit"):
-        from odevit.dynamics.exponents import model_exponents
+        from odevit.dynamics.monitor import flow_measures
 
         pixels = split.fetch(torch.arange(min(images, len(split))))[0].to(next(model.parameters()).device)
         with eval_mode(model), torch.random.fork_rng():
-            exponents = model_exponents(model, model_input(model, pixels), k=1)
-        record["lyapunov"] = torch.as_tensor(exponents).flatten().tolist()
+            record |= flow_measures(model, model_input(model, pixels))
     return record

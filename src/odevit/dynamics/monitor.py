@@ -1,0 +1,43 @@
+"""What to watch of a flow while it is trained: attention maps, steepness of the field, growth over the whole flow."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from odevit.dynamics.bounds import ATTENTION_BOUNDS, field_bound, g
+from odevit.dynamics.exponents import model_exponents
+from odevit.dynamics.flow import evaluating
+from odevit.dynamics.jacobian import jacobian_norm
+from odevit.model.solvers import Grid
+
+
+def _spread(values: list[Tensor]) -> dict[str, float]:
+    flat = torch.cat([value.flatten() for value in values])
+    return {"median": float(flat.median()), "largest": float(flat.max())}
+
+
+def flow_measures(model: Any, images: Tensor) -> dict[str, Any]:
+    """Medians and largest values over the images (b, c, H, W), heads and steps of the model's own path.
+
+    g1: of each attention map's worst row; map_norm: ‖P‖₂. field_bound and field_norm: the local bound of the Jacobian's
+    norm (softmax and L2 attention) and the norm measured, per unit of depth, at the first and the last step.
+    sigma_max: of the Jacobian of the whole flow; lyapunov: its logarithm per unit of depth, of each image.
+    """
+    base, config = model.odevit, model.config
+    with evaluating(model):
+        path = base.evolve(base.embed(images), save_at="steps").xs
+        maps = list(base.attention_maps(list(path)))
+        phases = [phase for phase, _ in Grid(len(path) - 1, config.horizon, config.num_fields).steps()]
+        ends = [(base.fields[phases[k]], path[k]) for k in sorted({0, len(phases) - 1})]
+        scale = float(config.horizon) / float(config.depth)
+        record: dict[str, Any] = {
+            "g1": _spread([g(p).amax(dim=-1) for p in maps]),
+            "map_norm": _spread([torch.linalg.matrix_norm(p, ord=2) for p in maps]),
+            "field_norm": _spread([scale * jacobian_norm(field, x) for field, x in ends]),
+        }
+        if all(type(field.attention) in ATTENTION_BOUNDS for field, _ in ends):
+            record["field_bound"] = _spread([scale * field_bound(field, x) for field, x in ends])
+    exponents = model_exponents(model, images).value[:, 0]
+    record["sigma_max"] = _spread([(exponents * float(config.depth)).exp()])
+    return {**record, "lyapunov": exponents.tolist()}
