@@ -3,7 +3,7 @@
 Every mutation is one edit of one file of src/odevit, in a copy that lies before the real package on the path; the test
 file named beside it must fail. test_mutants.py sees to it that every edit still applies, so that the list cannot rot.
 
-    python tests/mutants.py [part of a file's name …]
+    python tests/mutants.py [part of a name of a file or of a test …]
 """
 
 import os
@@ -30,7 +30,7 @@ class Mutant(NamedTuple):
     file: str  # in src/odevit
     old: str  # occurs once
     new: str
-    tests: str  # in tests
+    tests: str  # a file in tests, and after "-k" which of its tests
 
 
 MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
@@ -76,7 +76,7 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         (" * meeting.temperature**2", ""),
         ("nnf.kl_div(student, teacher,", "nnf.kl_div(teacher, student,"),
     ],
-    ("dynamics/bounds.py", "dynamics/test_bounds.py"): [
+    ("dynamics/bounds.py", "dynamics/test_bounds.py -k g_by_hand or g_bounds or g_stays or jasmin_takes or gelu"): [
         ("(others + x[..., k])", "(others + x[..., k - 1])"),
         ("rows.amax(dim=-1).mean()", "rows.mean(dim=-1).mean()"),
         ("log_g(1) - log_g(k)", "log_g(1)"),
@@ -97,7 +97,7 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("abs(field.scale) * (bound_F + bound_G)", "abs(field.scale) * torch.maximum(bound_F, bound_G)"),
         ("norm_bound(field.norm_f, x) * mlp_bound", "mlp_bound"),
     ],
-    ("model/spectral.py", "dynamics/test_bounds.py"): [
+    ("model/spectral.py", "dynamics/test_bounds.py -k init or gram or cap"): [
         ("(log_scale + last) / 2**iterations", "(log_scale + last) / 2 ** (iterations + 1)"),
         ("log_scale = 2 * (log_scale + size.log())", "log_scale = log_scale + size.log()"),
         ("(gram_norm(weight) / self.cap).clamp_min(1)", "(gram_norm(weight) / self.cap)"),
@@ -149,7 +149,7 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         (" * math.sqrt(overlap)", ""),
         ("bound *= GELU_SLOPE", "bound *= 1.0"),
     ],
-    ("dynamics/certificate.py", "dynamics/test_certificate.py"): [
+    ("dynamics/certificate.py", "dynamics/test_certificate.py -k nothing_is_left or linear or bent"): [
         ("step.norm * beyond + rest", "rest"),
         ("step.norm * beyond + rest\n", "step.norm * beyond\n"),
         ("left = left - readout * last(r)[1] / 2 * r.square()", "left = left"),
@@ -163,10 +163,10 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("norms.append(1 + h * field_bound(field, x))", "norms.append(h * field_bound(field, x))"),
         ("[:, patches].flatten(1) if n * d", "[:, :1].flatten(1) if n * d"),
     ],
-    ("analysis/attack.py", "dynamics/test_certificate.py"): [
+    ("analysis/attack.py", "dynamics/test_certificate.py -k linear or bent"): [
         ("torch.where(smallest.isfinite(), smallest * high, torch.inf)", "smallest * 2"),
     ],
-    ("analysis/trajectory.py", "analysis/test_trajectory.py"): [
+    ("analysis/trajectory.py", "analysis/test_trajectory.py -k layer_errors"): [
         ("spread.clamp_min(1e-300)).sqrt().item()", "spread.clamp_min(1e-300)).item()"),
     ],
 }
@@ -186,8 +186,10 @@ def mutated(mutant: Mutant) -> str:
     return text.replace(mutant.old, mutant.new)
 
 
-def passes(source: Path, tests: set[str]) -> bool:
-    """Whether these test files pass on the package that lies in `source`: in a child, which has torch imported."""
+def passes(source: Path, tests: str) -> bool:
+    """Whether these tests pass on the package that lies in `source`: in a child, which has torch imported."""
+    file, *chosen = tests.split(" -k ")
+    options = ["-x", "-q", "-p", "no:cacheprovider", *(["-k", *chosen] if chosen else [])]
     child = os.fork()
     if child == 0:
         quiet = os.open(os.devnull, os.O_WRONLY)
@@ -195,7 +197,7 @@ def passes(source: Path, tests: set[str]) -> bool:
         os.dup2(quiet, 2)
         os.chdir(ROOT / "tests")
         sys.path.insert(0, str(source))
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *sorted(tests)]))
+        os._exit(pytest.main([*options, file]))
     begun = time.monotonic()
     while (waited := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() - begun > SECONDS:
@@ -203,25 +205,26 @@ def passes(source: Path, tests: set[str]) -> bool:
         time.sleep(0.05)
     code = os.waitstatus_to_exitcode(waited[1])
     if code not in (0, 1, -signal.SIGKILL):
-        raise RuntimeError(f"pytest ended with {code} on {', '.join(tests)}")
+        raise RuntimeError(f"pytest ended with {code} on {tests}")
     return code == 0
 
 
 def main(wanted: list[str]) -> int:
     torch.set_num_threads(1)  # threads do not survive a fork
     sys.dont_write_bytecode = True  # two mutants within a second look the same to it
-    chosen = [mutant for mutant in mutants() if not wanted or any(part in mutant.file for part in wanted)]
+    chosen = [mutant for mutant in mutants() if not wanted or any(part in str(mutant) for part in wanted)]
     survivors = []
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
-        if not passes(source, {mutant.tests for mutant in chosen}):
-            raise SystemExit("the tests fail without any mutation: mend that first")
+        for tests in sorted({mutant.tests for mutant in chosen}):
+            if not passes(source, tests):
+                raise SystemExit(f"{tests} fails without any mutation: mend that first")
         for number, mutant in enumerate(chosen, start=1):
             target, began = source / "odevit" / mutant.file, time.monotonic()
             original = target.read_text()
             target.write_text(mutated(mutant))
-            survived = passes(source, {mutant.tests})
+            survived = passes(source, mutant.tests)
             target.write_text(original)
             survivors += [mutant] if survived else []
             edit = f"{mutant.old.strip()!r} -> {mutant.new.strip()!r}"

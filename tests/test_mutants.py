@@ -7,7 +7,7 @@ from mutants import MUTATIONS, ROOT, mutants, mutated
 @pytest.mark.parametrize("mutant", mutants(), ids=lambda mutant: f"{mutant.file}: {mutant.old.strip()[:40]}")
 def test_every_mutation_applies(mutant):
     compile(mutated(mutant), mutant.file, "exec")
-    assert (ROOT / "tests" / mutant.tests).is_file()
+    assert (ROOT / "tests" / mutant.tests.split(" -k ")[0]).is_file()
     assert mutant.old != mutant.new
 
 
