@@ -48,7 +48,7 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("evaluations += 2", "evaluations += 1"),
         ("taken * cost.F, taken * cost.G", "taken, taken"),
     ],
-    ("distill/meeting.py", "distill/test_times.py"): [
+    ("distill/meeting.py", "distill/test_meeting_times.py"): [
         ("tau = 3 * distances.mean()", "tau = distances.mean()"),
         ("horizon * PLACEMENTS[placement]", "PLACEMENTS[placement]"),
         ("[*times[:-1].tolist(), float(horizon)]", "times.tolist()"),
@@ -59,7 +59,7 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("    pairs[-1] = (layers, num_steps)\n", ""),
         ("latest = layers - (num_steps - step)", "latest = layers"),
     ],
-    ("distill/meeting.py", "distill/test_matching.py"): [
+    ("distill/meeting.py", "distill/test_meeting_steps.py"): [
         ("groupby(range(first, last), key=phases.__getitem__)", "groupby(range(first, last), key=lambda i: 0)"),
         ("(start - knots[first]) / dt", "0.0"),
         ("(end - start) / dt, phase", "1.0, phase"),
