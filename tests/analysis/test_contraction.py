@@ -7,7 +7,8 @@ import torch
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.analysis import Study
-from odevit.analysis.contraction import GROUPS, agreement, agreement_figure, contraction_radius, run
+from odevit.analysis.contraction import GROUPS, agreement, agreement_figure, run
+from odevit.dynamics.arrival import contraction_radius
 from odevit.teachers.teacher import Teacher, tiny_teacher
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
 from odevit.analysis import Finding, Study, register_analysis
+from odevit.dynamics.arrival import contraction_radius
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,23 +25,6 @@ if TYPE_CHECKING:
 GROUPS = ("both right", "both wrong", "teacher only", "student only")
 GROUP_COLORS = (0, 3, 2, 1)  # of the palette
 SAME_READING_TOLERANCE = 1e-3  # of the logits' largest value: rounding of a float32 head is 100 times below it
-
-
-def contraction_radius(logits: Tensor, head_weight: Tensor) -> Tensor:
-    """Radius (b,) of the largest ball around each head input with the same answer. logits (b, C), head_weight (C, d).
-
-    Infinite when there is one class only; zero on a tie.
-    """
-    if logits.ndim != 2 or head_weight.ndim != 2 or logits.shape[1] != head_weight.shape[0]:
-        raise ValueError(
-            "logits must have shape (b, classes) and head_weight (classes, d), "
-            f"got {tuple(logits.shape)} and {tuple(head_weight.shape)}"
-        )
-    answer = logits.argmax(dim=1)
-    margin = logits.gather(1, answer[:, None]) - logits  # (b, C), zero at the answer itself
-    normal = torch.cdist(head_weight[None], head_weight[None], compute_mode="donot_use_mm_for_euclid_dist")[0]  # (C, C)
-    radius = torch.where(margin > 0, margin / normal[answer], torch.zeros_like(margin))  # parallel planes: x / 0 = inf
-    return radius.scatter(1, answer[:, None], torch.inf).min(dim=1).values
 
 
 @torch.no_grad()

@@ -34,10 +34,11 @@ class OdeViTConfig(PreTrainedConfig):
     spectral_cap: None, or the largest spectral norm that any matrix of the field may ever have.
     meeting_times: times at which a distilled student met its teacher's layers.
     image_mean, image_std: normalisation of the input, per channel; written into the image processor on saving.
+    halting: the calibrated rule for stopping early that `odevit calibrate` found, and what it is for.
     """
 
     model_type = "odevit"
-    keys_to_ignore_at_inference = ["hidden_states", "attentions", "evaluations"]  # noqa: RUF012 (Trainer wants a list)
+    keys_to_ignore_at_inference = ["hidden_states", "attentions", "evaluations", "steps"]  # noqa: RUF012 (Trainer wants a list)
 
     image_size: int = 224
     patch_size: int = 16
@@ -65,6 +66,7 @@ class OdeViTConfig(PreTrainedConfig):
     meeting_times: list[float] | None = None
     image_mean: list[float] | None = None
     image_std: list[float] | None = None
+    halting: dict[str, Any] | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any) -> None:

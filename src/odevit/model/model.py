@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 
 from odevit.model.config import OdeViTConfig
 from odevit.model.field import VectorField
+from odevit.model.halting import Rule, halt, saved_rule
 from odevit.model.image_processor import OdeViTImageProcessor, square_processor
 from odevit.model.layers import (
     NORMS,
@@ -45,13 +46,17 @@ class OdeViTOutput(ModelOutput):
 
 @dataclass
 class OdeViTClassifierOutput(ModelOutput):
-    """loss (when labels are given), logits (b, classes), and what OdeViTOutput holds."""
+    """loss (when labels are given), logits (b, classes), and what OdeViTOutput holds.
+
+    With halting: steps (b,) that each image took, and the evaluations of the one that took most.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     evaluations: Evaluations | None = None
+    steps: Tensor | None = None
 
 
 class OdeViTPreTrainedModel(PreTrainedModel):
@@ -237,6 +242,8 @@ class OdeViTModel(OdeViTPreTrainedModel):
     ) -> OdeViTOutput | tuple:
         if pixel_values is None:
             raise ValueError("pixel_values is missing: pass images as a float tensor (batch, channels, height, width)")
+        if kwargs.get("halting") is not None:
+            raise ValueError("halting needs a head that says when an answer is there: use OdeViTForImageClassification")
         with_states = output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
         with_maps = output_attentions if output_attentions is not None else self.config.output_attentions
         tokens = self.embed(pixel_values, interpolate_pos_encoding)
@@ -308,11 +315,21 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
         pixel_values: Tensor | None = None,
         labels: Tensor | None = None,
         return_dict: bool | None = None,
+        halting: Rule | Literal["calibrated"] | None = None,
         **kwargs: Any,
     ) -> OdeViTClassifierOutput | tuple:
-        """kwargs: num_steps, solver, until, output_hidden_states, output_attentions, interpolate_pos_encoding."""
-        outputs = self.odevit(pixel_values, **kwargs)
-        logits = self.classify(outputs.last_hidden_state)
+        """kwargs: num_steps, solver, until, output_hidden_states, output_attentions, interpolate_pos_encoding.
+
+        halting: a rule by which images stop early and leave the batch, or "calibrated": the one in the config, whose
+        weights are then checked at every call (`saved_rule(model)` checks once).
+        """
+        if halting is not None:
+            rule = saved_rule(self) if halting == "calibrated" else halting
+            logits, steps, evaluations = halt(self, pixel_values, rule, **kwargs)
+            outputs = OdeViTOutput(evaluations=evaluations)
+        else:
+            outputs, steps = self.odevit(pixel_values, **kwargs), None
+            logits = self.classify(outputs.last_hidden_state)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         output = OdeViTClassifierOutput(
             loss=loss,
@@ -320,6 +337,7 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             evaluations=outputs.evaluations,
+            steps=steps,
         )
         return output if return_dict is not False else output.to_tuple()
 

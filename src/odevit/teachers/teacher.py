@@ -14,7 +14,6 @@ for it and `parts().head_weight` is None. `parts().head_note` says so; `trace().
 """
 
 import copy
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from odevit.checksum import checksum
 from odevit.teachers.adapters import is_adapter, load_adapted
 from odevit.teachers.families import TEACHERS, Anatomy, Family, resize_patch_kernel
 from odevit.teachers.preprocessing import Preprocessing, carried_preprocessing, saved_preprocessing
@@ -180,12 +180,7 @@ class Teacher(nn.Module):
 
     def checksum(self) -> str:
         """sha256 of the name, type, shape and bytes of every parameter and buffer."""
-        digest = hashlib.sha256()
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        for name, tensor in sorted(tensors, key=lambda item: item[0]):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return checksum(self.module)
 
     def renormalise(self, images: Tensor, config: Any) -> Tensor:
         """Images (b, c, S, S) normalised as `config` (of a student) says → normalised as this teacher wants them.
