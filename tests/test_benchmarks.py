@@ -7,6 +7,7 @@ import torch
 import training
 
 
+@pytest.mark.slow
 def test_quick_run_prints_every_ratio(capsys):
     threads = torch.get_num_threads()
     try:

@@ -1,5 +1,6 @@
 """What odevit 0.1.0 saved before its modules moved into rooms still loads and resumes (tests/fixtures/*-format1)."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from odevit import OdeViTForImageClassification
 from odevit.commands.train import train_recipe
 from odevit.recipe import Recipe
+from odevit.training.checkpoint import CheckpointStore
+from odevit.training.resume import TENSORS, RunState
 from odevit.training.runlog import read_metrics
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -45,3 +48,20 @@ def _sizes(run: Path) -> list[int]:
     """How many parameters AdamW's groups hold in a run's newest checkpoint."""
     state = torch.load(max((run / "checkpoints").glob("step-*")) / "state.pt", weights_only=True)
     return [len(group["params"]) for group in state["optimizers"][1]["param_groups"]]
+
+
+def test_the_state_of_a_run_survives_a_checkpoint(tmp_path):
+    """Every field comes back as it was, those of a run of format 1 too, which does not say its grouping."""
+    state = RunState.read(CheckpointStore(FIXTURES / "run-format1" / "checkpoints", keep=2))
+    assert state is not None
+    assert state.grouping == 1
+    again = CheckpointStore(tmp_path, keep=2)
+    state.write(again)
+    back = RunState.read(again)
+    for name in (field.name for field in dataclasses.fields(RunState)):
+        before, after = getattr(state, name), getattr(back, name)
+        if name in ("model", "average"):
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[key], after[key]) for key in before)
+        elif name not in TENSORS:
+            assert before == after, name

@@ -96,6 +96,7 @@ def test_images_are_shown_as_they_were(channels: int) -> None:
     assert 0 <= covered.min() <= covered.max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 3])
 def test_findings(channels: int) -> None:
     """Beside a teacher with another number of patches; without one too."""

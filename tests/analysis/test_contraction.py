@@ -78,6 +78,7 @@ def teacher() -> Teacher:
     return tiny_teacher("vit", num_labels=10)
 
 
+@pytest.mark.slow
 def test_certified_images_always_agree(teacher: Teacher) -> None:
     """60 teachers and students × 8 images, from near to far: certified implies observed."""
     teacher = copy.deepcopy(teacher)

@@ -63,6 +63,7 @@ def test_observed_order():
     assert observed_order([4, 8], errors) == pytest.approx(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"num_fields": 2, "attention": "sinkhorn"}])
 def test_analysis_reports_error_bounds_and_ratio(overrides, monkeypatch):
     monkeypatch.setattr(analysis, "STEPS", (2, 4, 8))

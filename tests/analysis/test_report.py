@@ -185,6 +185,7 @@ def test_svg_follows_the_theme():
     assert color(12) == PALETTE[2]
 
 
+@pytest.mark.slow
 def test_many_points_become_pixels_and_reports_stay_small(tmp_path):
     assert "<image" not in svg(line_figure(100), "few", "p")
     assert "<image" in svg(line_figure(MANY_POINTS + 1), "many", "p")

@@ -19,6 +19,7 @@ def image_keys(split):
 # digits and splits
 
 
+@pytest.mark.slow
 def test_digits_are_split_by_class_without_overlap_and_by_seed():
     from sklearn.datasets import load_digits
 

@@ -126,6 +126,7 @@ def test_size_told_is_the_size_written(teacher, train, tmp_path):
     assert size > 500
 
 
+@pytest.mark.slow
 def test_every_ingredient_changes_the_key(teacher, train, tmp_path):
     def folder(teacher=teacher, train=train, transform=AUGMENTED, tokens="cls"):
         return open_cache(tmp_path, teacher, train, transform, tokens=tokens, say=lambda text: None).folder
@@ -312,6 +313,7 @@ def test_a_teacher_without_logits_has_none_in_the_cache(train, tmp_path):
     assert cache.trace(torch.tensor([1])).logits is None
 
 
+@pytest.mark.slow
 def test_a_streamed_split_is_cached_and_told_by_its_files(teacher, tmp_path):
     for label in ("a", "b"):
         (tmp_path / "data" / label).mkdir(parents=True)

@@ -20,6 +20,7 @@ def test_times_increase_strictly_and_end_at_the_horizon(placement, distances, ho
     assert all(a < b for a, b in zip([0.0, *times], times, strict=False))
 
 
+@pytest.mark.slow
 @given(
     distances=distances,
     num_steps=st.integers(1, 120),

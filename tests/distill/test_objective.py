@@ -107,6 +107,7 @@ def recipe_of(folder, teacher_folder, model=None, optim=None, augment=None, log_
     return dataclasses.replace(base, task="distill", model={"mlp_ratio": 1, **(model or {})}, distill=config)
 
 
+@pytest.mark.slow
 def test_build_measures_the_times_and_they_survive_saving(teacher_folder, data, tmp_path):
     recipe = recipe_of(tmp_path, teacher_folder, model={"horizon": 2.0}, sample=100)
     student, objective = build(recipe, data)
@@ -200,6 +201,7 @@ def sabotage(monkeypatch, step):
     monkeypatch.setattr(train.Run, "train_step", train_step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["none", "all"])
 def test_a_run_names_its_phases_spares_its_teacher_and_resumes_bit_for_bit(
     cache, teacher_folder, data, tmp_path, monkeypatch
@@ -231,6 +233,7 @@ def test_a_run_names_its_phases_spares_its_teacher_and_resumes_bit_for_bit(
     assert not torch.equal(whole.model.odevit.positions.cpu(), frozen.positions)
 
 
+@pytest.mark.slow
 def test_a_line_of_the_log_across_two_phases_divides_each_loss_by_the_steps_that_had_it(teacher_folder, data, tmp_path):
     single, five = (distil(recipe_of(tmp_path / str(n), teacher_folder, log_every=n, **PHASES), data) for n in (1, 5))
     steps = [record for record in read_metrics(single.folder) if record["kind"] == "train"][:5]
@@ -242,6 +245,7 @@ def test_a_line_of_the_log_across_two_phases_divides_each_loss_by_the_steps_that
     assert line["loss"] == pytest.approx(sum(step["loss"] for step in steps) / 5, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["cls", "all"])
 def test_cached_and_online_teachers_give_the_same_losses(cache, teacher_folder, data, tmp_path):
     options = {"losses": {"cls_path": 1.0, "kl": 1.0}} if cache == "cls" else PHASES

@@ -283,6 +283,7 @@ def test_gelu_slope_is_the_largest_derivative_of_gelu():
     assert abs(GELU_SLOPE - 1.129) < 2e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "bias"), [(Attention, False), (Attention, True), (L2Attention, False)])
 def test_attention_bound_is_never_below_the_jacobian_norm(kind, bias):
     """240 cases each: 720 in all, from almost uniform to almost one-hot attention, with and without a common offset."""

@@ -119,6 +119,7 @@ def test_timing_gives_a_positive_number_per_model():
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_info_prints_what_was_counted():
     from odevit_cli import app
 

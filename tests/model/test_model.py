@@ -307,6 +307,7 @@ def test_the_state_dict_holds_each_shared_block_once():
     assert sum(".query.weight" in name for name in long.state_dict()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["euler", "strang"])
 def test_exports_with_a_dynamic_batch(solver):
     model = tiny_model(solver=solver)

@@ -67,6 +67,7 @@ def test_mixing_bound_holds_and_is_tight(side, slack):
     assert mixing_bound(mixing, tokens) == 1  # CLS passes
 
 
+@pytest.mark.slow
 def test_field_bound_with_mixing_survives_gradient_ascent():
     torch.manual_seed(0)
     field = VectorField(6, 2, hidden=6, norm="center", mixing="depthwise").double()

@@ -27,6 +27,7 @@ def test_observed_order_on_a_problem_with_known_solution(name):
     assert order == pytest.approx(SOLVERS[name].order, abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOLVERS)
 def test_observed_order_on_the_models_own_field(name):
     field, x = small_field().requires_grad_(False), states()
@@ -164,6 +165,7 @@ def test_gradient_checkpointing_changes_no_gradient(name):
         assert torch.equal(plain, recomputed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["euler", "strang"])
 def test_compiled_equals_eager(name):
     model, images = tiny_model(solver=name), tiny_images()

@@ -75,6 +75,7 @@ def class_folders(folder, sizes):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["odevit", "odevit of format 1", "trained vit", "foreign vit"])
 @pytest.mark.parametrize("sizes", [[(96, 48), (48, 96), (40, 37)], [(48, 48)]], ids=["odd", "square"])
 def test_pipeline_and_eval_see_the_same_picture(kind, sizes, tmp_path):

@@ -19,6 +19,7 @@ def data():
     return load_data(CONFIG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "size"),
     [
@@ -37,6 +38,7 @@ def test_from_scratch(spec, size, data):
     assert build_classifier(spec, data, DataConfig(name="digits", image_size=24)).config.image_size in (size, 24)
 
 
+@pytest.mark.slow
 def test_fine_tuning_a_saved_classifier_at_another_size(tmp_path, data):
     recipe = tiny_recipe(tmp_path / "a", optim={"steps": 3})
     recipe.model = VIT

@@ -68,6 +68,7 @@ def test_a_setting_is_a_number_or_a_solver_with_one():
         parse_setting("rk4")
 
 
+@pytest.mark.slow
 def test_a_run_with_drawn_steps_resumes_bit_for_bit(tmp_path, monkeypatch):
     changes = {"loop": {"step_schedule": [[0, [1, 2, 3, "heun 2"]]], "anytime": 0.3}}
     whole = train_recipe(tiny_recipe(tmp_path / "whole", **changes), progress_bar=False)

@@ -52,6 +52,7 @@ class Spy(Classification):
         return self.look(model, terms) or terms
 
 
+@pytest.mark.slow
 def test_run_folder_and_final_model(tmp_path, data):
     result = train_recipe(tiny_recipe(tmp_path / "run", optim={"steps": 60, "lr": 1e-2}), data=data, progress_bar=False)
     assert result.metrics["split"] == "test"
@@ -90,6 +91,7 @@ def test_evaluate_counts_exactly_and_gives_modes_back(data):
     assert evaluate(model, data.val, num_steps=1)["loss"] != scores["loss"]
 
 
+@pytest.mark.slow
 def test_test_split_is_read_once_and_only_at_the_end(tmp_path, data):
     steps, reads = [], []
 
@@ -121,6 +123,7 @@ def test_without_test_split_the_numbers_say_so(tmp_path, data):
     assert result.metrics["top1"] == result.metrics["selected"]["top1"]
 
 
+@pytest.mark.slow
 def test_dropout_is_active_after_validation(tmp_path, data):
     active = []
     spy = Spy(lambda model, _: active.append(all(m.training for m in model.modules())))
@@ -154,6 +157,7 @@ def plain_weights(tmp_path_factory, data):
     return train_recipe(recipe, data=data, progress_bar=False).model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["optim.accumulate=3", "loop.recompute=true", "loop.compile=true"])
 def test_saving_memory_and_time_does_not_change_the_numbers(change, tmp_path, data, plain_weights):
     values = override(tiny_recipe(tmp_path, optim={"steps": 8}).to_dict(), [change])
@@ -177,6 +181,7 @@ def test_averaged_weights_are_what_is_evaluated_and_saved(tmp_path, data):
     assert not torch.equal(state["average"]["classifier.weight"], state["model"]["classifier.weight"])
 
 
+@pytest.mark.slow
 def test_minutes_are_kept(tmp_path, data):
     began = time.monotonic()
     result = train_recipe(tiny_recipe(tmp_path, optim={"minutes": 0.05}), data=data, progress_bar=False)
@@ -194,6 +199,7 @@ def test_compile_is_asked_of_each_field(tmp_path, data, monkeypatch):
     assert compiled == ["VectorField", "VectorField"]
 
 
+@pytest.mark.slow
 def test_monitors_and_tensorboard(tmp_path, data):
     pytest.importorskip("tensorboard")
     train_recipe(
@@ -244,6 +250,7 @@ def test_divergence_stops_within_the_step(fault, tmp_path, data):
     assert all(value.isfinite().all() for value in state["model"].values())
 
 
+@pytest.mark.slow
 def test_full_disk_leaves_the_last_checkpoint(tmp_path, data, monkeypatch):
     original, calls = torch.save, []
 
@@ -263,6 +270,7 @@ def test_full_disk_leaves_the_last_checkpoint(tmp_path, data, monkeypatch):
     train_recipe(tiny_recipe(tmp_path), data=data, resume=True, progress_bar=False)
 
 
+@pytest.mark.slow
 def test_a_taken_folder_is_refused(tmp_path, data):
     train_recipe(tiny_recipe(tmp_path, optim={"steps": 1}), data=data, progress_bar=False)
     with pytest.raises(ValueError, match=r"already holds a run.*--resume"):

@@ -75,6 +75,7 @@ PAIRS = [("two", "one"), ("one-then-two", "one"), ("two-then-one", "one")]
 PAIRS += [("sharded", "whole"), ("sharded-then-whole", "whole")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "reference"), PAIRS)
 def test_same_losses_as_one_process(name, reference, runs):
     ours, theirs = read_metrics(runs / name), read_metrics(runs / reference)

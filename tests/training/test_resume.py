@@ -93,11 +93,13 @@ def assert_same_run(folder: Path, reference: Path) -> None:
     assert not list(folder.rglob(".previous-*"))
 
 
+@pytest.mark.slow
 def test_reference_learns_and_is_reproducible(reference, tmp_path):
     assert run_child(tmp_path / "run") == 0
     assert_same_run(tmp_path / "run", reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 13, 23])  # before the first checkpoint, between two, at the last step
 def test_sigkill_at_a_step(step, reference, tmp_path):
     assert run_child(tmp_path / "run", ("signal", step, signal.SIGKILL)) == -signal.SIGKILL
@@ -105,6 +107,7 @@ def test_sigkill_at_a_step(step, reference, tmp_path):
     assert_same_run(tmp_path / "run", reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sabotage",
     [
@@ -122,6 +125,7 @@ def test_sigkill_during_a_write(sabotage, reference, tmp_path):
     assert_same_run(folder, reference)
 
 
+@pytest.mark.slow
 def test_killed_twice(reference, tmp_path):
     assert run_child(tmp_path / "run", ("signal", 9, signal.SIGKILL)) == -signal.SIGKILL
     assert run_child(tmp_path / "run", ("signal", 17, signal.SIGKILL), resume=True) == -signal.SIGKILL
@@ -129,6 +133,7 @@ def test_killed_twice(reference, tmp_path):
     assert_same_run(tmp_path / "run", reference)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_with_143(reference, tmp_path):
     folder = tmp_path / "run"
     assert run_child(folder, ("signal", 11, signal.SIGTERM)) == 143
@@ -156,6 +161,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_gives_the_handlers_back(tmp_path, mo
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.slow
 def test_resume_with_another_recipe_names_the_keys(tmp_path):
     train_recipe(tiny_recipe(tmp_path / "run", optim={"steps": 5}), progress_bar=False)
     with pytest.raises(ValueError, match=r"optim\.lr: 0\.003 in the run, 0\.1 now"):
@@ -164,6 +170,7 @@ def test_resume_with_another_recipe_names_the_keys(tmp_path):
     assert longer.metrics["steps"] == 8
 
 
+@pytest.mark.slow
 def test_damaged_newest_checkpoint_falls_back(tmp_path):
     recipe = tiny_recipe(tmp_path / "run", optim={"steps": 12})
     expected = train_recipe(recipe, progress_bar=False).model.state_dict()

@@ -1,26 +1,13 @@
 """Accuracy of any image classifier, from exact counts."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor, nn
+from torch import Tensor
 
 from odevit.data import Split, batches, prepare
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode within the context; afterwards every module has its own mode back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+from odevit.dynamics.flow import eval_mode
 
 
 @torch.no_grad()
