@@ -62,7 +62,7 @@ def runs(tmp_path_factory):
     output = f"output={folder / 'one-then-two'}"
     for command in (["train", str(recipe), "--set", output, "--resume"], ["train", str(sharded)]):
         assert [wait_for_child(child) for child in start_pair(command)] == [0, 0]
-    _, errors = two.communicate(timeout=200)
+    _, errors = two.communicate(timeout=400)
     assert two.returncode == 0, errors[-3000:]
     copy_as_of_step_15(folder / "two", folder / "two-then-one")
     train_recipe(distributed_recipe(folder / "two-then-one"), resume=True, progress_bar=False)
