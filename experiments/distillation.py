@@ -1,6 +1,6 @@
 """Distillation on CIFAR-10 with a DeiT-tiny teacher: the two claims and the ablation, one run after another.
 
-    odevit train recipes/cifar10-teacher.yaml                                             # the teacher, once
+    odevit train cifar10/teacher                                             # the teacher, once
     python experiments/distillation.py claims --minutes 40 --seeds 0 1 --share 1/2        # over two hours; beside it
     python experiments/distillation.py claims --minutes 40 --seeds 0 1 --share 2/2
     python experiments/distillation.py claims --minutes 40 --seeds 0 1                    # all are done: the table
@@ -24,20 +24,18 @@ from odevit.commands.distill import distill
 from odevit.commands.train import train
 from odevit.recipe import Recipe
 
-RECIPES = Path(__file__).parent.parent / "recipes"
-
 
 class Arm(NamedTuple):
     recipe: str
     overrides: tuple[str, ...] = ()
 
 
-OURS = "cifar10-distill.yaml"
+OURS = "cifar10/distill"
 PAPERS_LOSSES = tuple(f"distill.losses.{loss}" for loss in ("cls_path=1", "jasmin=0.1", "patch_path=0", "kl=0"))
 STUDIES: dict[str, dict[str, Arm]] = {
     "claims": {
-        "scratch, with labels": Arm("cifar10-scratch.yaml"),
-        "paper's recipe": Arm("cifar10-paper.yaml"),
+        "scratch, with labels": Arm("cifar10/scratch"),
+        "paper's recipe": Arm("cifar10/paper"),
         "ours": Arm(OURS),
     },
     "ablation": {
@@ -59,7 +57,7 @@ STUDIES: dict[str, dict[str, Arm]] = {
 
 def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
     """Run an arm to its end, or read it when it has ended; its row of the table."""
-    recipe = RECIPES / arm.recipe
+    recipe = arm.recipe
     distilled = Recipe.load(recipe).task == "distill"
     finished = (folder / "result.json").exists() and (not distilled or (folder / "comparison.json").exists())
     if not finished and distilled:

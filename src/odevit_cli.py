@@ -17,6 +17,7 @@ VERBS: dict[str, str] = {
     "quickstart": "odevit.commands.quickstart:quickstart",
     "info": "odevit.commands.info:info",
     "train": "odevit.commands.train:train",
+    "recipes": "odevit.commands.recipes:recipes",
     "eval": "odevit.commands.evaluate:evaluate",
     "predict": "odevit.commands.predict:predict",
     "export": "odevit.commands.export:export",
@@ -77,7 +78,7 @@ def info(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="YAML file.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe's name (see `odevit recipes`) or a YAML file.")],
     overrides: Overrides = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -85,6 +86,12 @@ def train(
 ) -> None:
     """Train an ODE-ViT, fine-tune any Hugging Face image classifier, or distil a teacher, as a recipe says."""
     call("train", locals())
+
+
+@app.command()
+def recipes() -> None:
+    """The recipes of the package: what they do, their commands, how long they take, what came out."""
+    call("recipes", locals())
 
 
 @app.command(name="eval")
@@ -136,7 +143,7 @@ def export(
 def distill(
     teacher: Annotated[str | None, typer.Option(help="Folder or hub name of a trained ViT.")] = None,
     data: Annotated[str | None, typer.Option("--data", help="As in eval; overrides the recipe's.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="YAML file; default: the built-in recipe.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="As in train; default: the built-in recipe.")] = None,
     overrides: Overrides = None,
     output: Output = None,
     resume: Resume = False,
@@ -197,10 +204,14 @@ def main() -> None:
     """Entry point: a wrong input ends with one sentence, a fault of ours with a traceback."""
     try:
         app()
-    except (ValueError, OSError, ArithmeticError) as error:
-        if os.environ.get("ODEVIT_DEBUG"):
+    except Exception as error:
+        wrong_type = type(error).__name__ == "StrictDataclassFieldValidationError"  # a value in a model's config
+        if os.environ.get("ODEVIT_DEBUG") or not (
+            wrong_type or isinstance(error, ValueError | OSError | ArithmeticError)
+        ):
             raise
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        said = " ".join(str(error).split()) if wrong_type else error
+        Console(stderr=True).print(f"[bold red]error:[/] {said}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 

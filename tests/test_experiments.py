@@ -120,7 +120,7 @@ def test_distillation_arms_share_the_work_and_are_only_read_once_they_are_done(
 
 def test_every_arm_of_the_ablation_is_a_valid_recipe_and_differs_from_ours() -> None:
     arms = distillation_script.STUDIES["ablation"].values()
-    recipes = [Recipe.load(distillation_script.RECIPES / arm.recipe, list(arm.overrides)) for arm in arms]
+    recipes = [Recipe.load(arm.recipe, list(arm.overrides)) for arm in arms]
     assert len({str(recipe.to_dict()) for recipe in recipes}) == len(recipes)
 
 

@@ -26,7 +26,6 @@ COMMANDS = [
 def home(tmp_path_factory):
     """A folder with the repository's files; `odevit` and python are those of this environment."""
     folder = tmp_path_factory.mktemp("clone")
-    shutil.copytree(ROOT / "recipes", folder / "recipes")
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     return folder

@@ -14,6 +14,8 @@ from odevit.distill.objective import DistillConfig
 from odevit.parse import plain
 from odevit.training.config import BUDGETS, PenaltyConfig, RunConfig
 
+RECIPES = Path(__file__).parent / "recipes"  # one YAML per experiment: command, time and accuracy in its header
+
 
 @dataclass(kw_only=True)
 class Recipe(RunConfig):
@@ -47,18 +49,31 @@ class Recipe(RunConfig):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
-        """Read a YAML file and apply overrides such as "optim.lr=1e-3"."""
+        """Read a YAML file, or a recipe of the package by its name, and apply overrides such as "optim.lr=1e-3"."""
         import yaml
 
+        path = find_recipe(path)
         try:
-            values = yaml.safe_load(Path(path).read_text())
-        except FileNotFoundError:
-            raise ValueError(f"there is no recipe {path}") from None
+            values = yaml.safe_load(path.read_text())
         except yaml.YAMLError as error:
             raise ValueError(f"{path} is not valid YAML: {error}") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold `key: value` lines, got {type(values).__name__}")
         return cls.from_dict(override(values, overrides))
+
+
+def recipe_names() -> list[str]:
+    """Of the recipes in the package: "digits", "cifar10/distill", …"""
+    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml"))
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe: a path, else a name of the package's."""
+    if Path(name).is_file():
+        return Path(name)
+    if str(name) in recipe_names():
+        return RECIPES / f"{name}.yaml"
+    raise ValueError(f"there is no recipe {name}: neither a file, nor one of {', '.join(recipe_names())}")
 
 
 def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:

@@ -282,7 +282,8 @@ def test_unreachable_hub_says_what_works_without_it(monkeypatch):
     def unreachable(name):
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr("odevit.data.sources._ask_hub", unreachable)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: pytest.fail("it tries again and again"))
     with pytest.raises(ValueError, match=r"Couldn't reach 'nobody/nothing'.*local folder .* or parquet"):
         load("nobody/nothing")
 
@@ -295,6 +296,16 @@ def test_hub_dataset_with_its_own_split_names(monkeypatch):
         return datasets.Dataset.from_dict({"image": cells, "label": [0, 1] * (count // 2)}, features=features)
 
     hub = datasets.DatasetDict({"train": rows(8), "validation": rows(4), "unsupervised": rows(2)})
+    monkeypatch.setattr("odevit.data.sources._ask_hub", lambda name: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda name: hub)
     data = load("somebody/something")
     assert (len(data.train), len(data.val), data.test) == (8, 4, None)
+
+
+@pytest.mark.parametrize("name", ["digit", "runs/typo", "a b/c"])
+def test_what_cannot_be_on_the_hub_is_told_at_once(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr("odevit.data.sources._ask_hub", lambda name: pytest.fail("the hub was asked"))
+    with pytest.raises(ValueError, match="OWNER/NAME"):
+        load(name)

@@ -1,4 +1,4 @@
-"""`odevit quickstart`: the whole story on handwritten digits, in three minutes on two cores and without a download.
+"""`odevit quickstart`: the whole story on handwritten digits, in two minutes on two quiet cores and without a download.
 
 A small discrete ViT is trained (the teacher), turned into an ODE-ViT with one shared block (the student, label-free),
 and both are compared; then the dynamics are analysed and everything is written into one report.

@@ -92,9 +92,18 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _open_hub(name: str) -> dict[str, Any]:
+    """A dataset of the hub. What cannot be one is told at once, and the hub is asked once before it is asked for files:
+    its library tries again for half a minute."""
+    owner, _, rest = name.partition("/")
+    if not rest or Path(owner).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(
+            f"cannot load {name!r}: it is neither 'digits', nor a folder or file here, and a dataset on the hub is "
+            "called OWNER/NAME"
+        )
     import datasets
 
     try:
+        _ask_hub(name)
         found = datasets.load_dataset(name)
     except Exception as error:  # the hub library raises many kinds, offline and online
         raise ValueError(
@@ -102,6 +111,17 @@ def _open_hub(name: str) -> dict[str, Any]:
             "Without a hub, give a local folder (class folders of images, with or without train/val/test) or parquet."
         ) from error
     return {SPLIT_WORDS.get(split.lower(), split): found[split] for split in found}
+
+
+def _ask_hub(name: str) -> None:
+    """One question, answered within seconds: raises what the hub says, or that there is none. A dataset that is in the
+    local cache is not asked for."""
+    import datasets
+    from huggingface_hub import HfApi
+
+    cached = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+    if not cached.exists():
+        HfApi().dataset_info(name, timeout=5)
 
 
 def _open_path(path: Path) -> dict[str, Any]:
