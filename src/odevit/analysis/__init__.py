@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # files of this package that register analyses, in the order of the report; append yours on its own line
 MODULES: tuple[str, ...] = (
     "comparison",
+    "flow",
     "lyapunov",
     "stability",
     "contraction",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from odevit.analysis import Finding, Study, register_analysis
 from odevit.analysis.contraction import agreement
+from odevit.analysis.flow import MOST_IMAGES, flow_gap
 from odevit.data import Split
 from odevit.distill.student import parameter_report
 from odevit.dynamics.cost import count_macs, milliseconds_per_image
@@ -28,11 +29,12 @@ def compare_on(student: Any, teacher: Teacher, batches: Iterable[tuple[Tensor, T
     """The same on batches of prepared images (b, c, S, S) and labels (b,)."""
     device = next(student.parameters()).device
     count = right_student = right_teacher = observed = certified = 0
-    note, certifiable, timed = "", True, None
+    note, certifiable, timed, kept = "", True, None, []
     for images, labels in batches:
         images = images.to(device)
         timed = images[:TIMED_IMAGES] if timed is None else timed
         batch = agreement(student, teacher, images, labels)
+        kept += [(images, labels)] if count < MOST_IMAGES else []
         count += len(labels)
         right_student += int(batch["student_right"].sum())
         right_teacher += int(batch["teacher_right"].sum())
@@ -42,6 +44,7 @@ def compare_on(student: Any, teacher: Teacher, batches: Iterable[tuple[Tensor, T
         note = note or batch["note"]
     assert timed is not None
     times = milliseconds_per_image({"student": student, "teacher": teacher.answer}, timed)
+    gap = flow_gap(student, *(torch.cat(column)[:MOST_IMAGES] for column in zip(*kept, strict=True)))
     report, shape = parameter_report(student, teacher), tuple(timed.shape[1:])
     return {
         "images": count,
@@ -63,6 +66,7 @@ def compare_on(student: Any, teacher: Teacher, batches: Iterable[tuple[Tensor, T
         "certified_agreement": certified / count if certifiable else None,
         "note": note,
         "parameter_ratio": report.ratio,
+        "flow": gap,
     }
 
 
