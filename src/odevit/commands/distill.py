@@ -24,12 +24,13 @@ from odevit.training.loop import Result, fit
 DEFAULT: dict[str, Any] = {
     "task": "distill",
     "output": "runs/distill",
-    "model": {"mlp_ratio": 4, "num_registers": 4},
+    "model": {"mlp_ratio": 4, "num_registers": 4, "num_steps": 6},
     "augment": {"mixup": 0.5},
     "optim": {
         "name": "muon", "lr": 1e-3, "muon_lr": 3e-3, "weight_decay": 0.05, "muon_weight_decay": 1.0, "epochs": 20,
         "batch_size": 64, "warmup": 0.05, "ema": 0.99,
     },
+    "loop": {"step_schedule": [[0, [3, 4, 5, 6, 7, 8]]]},  # K drawn anew at every step: the weights learn a flow
     "distill": {"losses": {"cls_path": 0.003, "kl": 1.0}, "placement": "uniform"},
 }  # fmt: skip
 

@@ -31,14 +31,14 @@ TEACHER: dict[str, Any] = {
 
 STUDENT: dict[str, Any] = {
     "task": "distill",
-    "model": {"mlp_ratio": 2, "num_registers": 2, "num_steps": 6},
+    "model": {"mlp_ratio": 2, "num_registers": 0, "num_steps": 4},
     "data": DATA,
     "augment": AUGMENT,
     "optim": {
         "name": "muon", "lr": 3e-3, "muon_lr": 1e-2, "weight_decay": 0.01, "epochs": 30, "batch_size": 64,
         "warmup": 0.1, "ema": 0.99,
     },
-    "loop": {"eval_every": 200},
+    "loop": {"eval_every": 200, "step_schedule": [[0, [2, 3, 4, 5, 6, 8]]]},  # K drawn anew at every step: a flow
     "distill": {"losses": {"cls_path": 0.003, "kl": 1.0}, "placement": "uniform"},
 }  # fmt: skip
 
