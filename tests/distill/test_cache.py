@@ -303,7 +303,7 @@ def test_what_cannot_be_cached_is_told(teacher, train, tmp_path):
         transform(views=2)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         transform(views=0)
-    with pytest.raises(ValueError, match="cls, all, got 'patches'"):
+    with pytest.raises(ValueError, match="cls, all, logits, got 'patches'"):
         open_cache(tmp_path, teacher, train, transform(), tokens="patches")
 
 

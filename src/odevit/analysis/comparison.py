@@ -12,20 +12,21 @@ from odevit.analysis.flow import MOST_IMAGES, flow_gap
 from odevit.data import Split
 from odevit.distill.student import parameter_report
 from odevit.dynamics.cost import count_macs, milliseconds_per_image
+from odevit.teachers.answerer import Answerer
 from odevit.teachers.teacher import Teacher
 from odevit.training.evaluation import model_input
 
 TIMED_IMAGES = 64
 
 
-def compare(student: Any, teacher: Teacher, split: Split) -> dict[str, Any]:
+def compare(student: Any, teacher: Teacher | Answerer, split: Split) -> dict[str, Any]:
     """Accuracy, agreement (observed and certified), parameters, multiply-accumulates and milliseconds of both."""
     batches = split.stream(list(torch.arange(len(split)).split(256)))
     return compare_on(student.eval(), teacher, ((model_input(student, images), labels) for images, labels in batches))
 
 
 @torch.no_grad()
-def compare_on(student: Any, teacher: Teacher, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+def compare_on(student: Any, teacher: Teacher | Answerer, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """The same on batches of prepared images (b, c, S, S) and labels (b,)."""
     device = next(student.parameters()).device
     count = right_student = right_teacher = observed = certified = 0
@@ -43,8 +44,10 @@ def compare_on(student: Any, teacher: Teacher, batches: Iterable[tuple[Tensor, T
         certified += int(batch["certified_images"].sum()) if certifiable else 0
         note = note or batch["note"]
     assert timed is not None
-    times = milliseconds_per_image({"student": student, "teacher": teacher.answer}, timed)
-    gap = flow_gap(student, *(torch.cat(column)[:MOST_IMAGES] for column in zip(*kept, strict=True)))
+    theirs = teacher.renormalise(timed, student.config)
+    times = milliseconds_per_image({"student": student, "teacher": lambda _: teacher.answer(theirs)}, timed)
+    looked_at, answers = (torch.cat(column)[:MOST_IMAGES] for column in zip(*kept, strict=True))
+    gap = flow_gap(student, looked_at, answers)
     report, shape = parameter_report(student, teacher), tuple(timed.shape[1:])
     return {
         "images": count,
@@ -59,7 +62,7 @@ def compare_on(student: Any, teacher: Teacher, batches: Iterable[tuple[Tensor, T
             "accuracy": right_teacher / count,
             "parameters": report.teacher,
             "trainable": 0,
-            "macs": count_macs(teacher.module, shape=shape).total,
+            "macs": count_macs(teacher.module, shape=tuple(theirs.shape[1:])).total,
             "milliseconds": times["teacher"],
         },
         "agreement": observed / count,

@@ -18,6 +18,7 @@ from torch.nn.functional import layer_norm, linear
 
 from odevit.analysis import Finding, Study, register_analysis
 from odevit.dynamics.arrival import contraction_radius
+from odevit.teachers.answerer import Answerer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +46,7 @@ def agreement(
     certificate, distances ‖norm(CLS_student) - norm(CLS_teacher)‖, radii r(c_teacher) and certified_images; with labels
     student_right and teacher_right too. All per-image values are (N,) tensors on the CPU.
     """
-    parts = teacher.parts()
+    parts = None if isinstance(teacher, Answerer) else teacher.parts()
     batches: list[dict[str, Tensor]] = []
     notes: list[str] = []
     for start in range(0, len(images), batch_size):
@@ -71,9 +72,13 @@ def _compare(student: Any, teacher: Any, parts: Any, images: Tensor) -> tuple[di
     """Answers of one batch, with distances and radii where both read the state alike; and a note."""
     state = student.odevit.evolve(student.odevit.embed(images)).xs[-1]  # (b, n, d)
     read_out = student.read_out(state).double()  # (b, d)
-    trace = teacher.trace(teacher.renormalise(images, student.config))
-    target = trace.states[-1][:, 0]  # (b, d')
     mine = linear(read_out, student.classifier.weight.double(), student.classifier.bias.double())
+    theirs_to_see = teacher.renormalise(images, student.config)
+    if parts is None:
+        answers = teacher.answer(theirs_to_see).argmax(1)
+        return {"student_answers": mine.argmax(1), "teacher_answers": answers}, "this teacher only answers"
+    trace = teacher.trace(theirs_to_see)
+    target = trace.states[-1][:, 0]  # (b, d')
     theirs, note = _same_reading(student, parts, target, trace.logits)
     if theirs is None:
         if trace.logits is None:

@@ -13,6 +13,7 @@ from odevit.analysis.comparison import compare, comparison_finding
 from odevit.commands.analyze import QUICK, Report, write_study
 from odevit.commands.console import print_comparison
 from odevit.data import Data, load_data
+from odevit.distill.answers import build_answers
 from odevit.distill.objective import build
 from odevit.recipe import Recipe, override
 from odevit.teachers.teacher import Teacher, find_family, model_class, tiny_teacher
@@ -100,21 +101,26 @@ def distill_recipe(
     assert recipe.distill is not None
     claim = claim_run(recipe, resume=resume, overwrite=overwrite)
     data = data or load_data(recipe.data)
-    student, objective = build(recipe, data, teacher, claim.device)
-    teacher, before = objective.teacher, objective.teacher.checksum()
+    objective: Any
+    if recipe.distill.match == "answers":
+        student, objective = build_answers(recipe, data, claim.device)
+    else:
+        student, objective = build(recipe, data, teacher, claim.device)
+    taught_by, before = objective.teacher, objective.teacher.checksum()
     student = adapt_to_data(student, data)
     result = fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=progress_bar)
-    if teacher.checksum() != before:
+    if taught_by.checksum() != before:
         raise RuntimeError("the teacher was modified while the student was trained: do not trust this student")
     if not claim.first:
         return result
-    comparison = compare(result.model, teacher, data.test or data.val)
+    comparison = compare(result.model, taught_by, data.test or data.val)
     (result.folder / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n")
     print_comparison(comparison)
     if report is not None:
         names = {"model": str(result.folder / "model"), "data": recipe.data.name, "teacher": recipe.distill.teacher}
         first = [comparison_finding(comparison)]
-        write_study(result.model, data, teacher, report.into(result.folder), names=names, first=first)
+        seen = taught_by if isinstance(taught_by, Teacher) else None  # one that only answers has no states to look at
+        write_study(result.model, data, seen, report.into(result.folder), names=names, first=first)
     return result
 
 

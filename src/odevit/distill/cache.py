@@ -28,9 +28,9 @@ from odevit.data import derive_seed, prepare
 from odevit.data.augment import Augment
 from odevit.data.splits import MemorySplit, Split
 from odevit.distill.cache_key import Transform, describe
-from odevit.teachers.teacher import Teacher, TeacherTrace
+from odevit.teachers.teacher import TeacherTrace
 
-TOKENS = ("cls", "all")
+TOKENS = ("cls", "all", "logits")  # of a state: CLS, all of them, or no states at all
 META = "meta.json"
 CHUNK = 256  # images augmented and written at once; a killed build loses at most these
 TEACHER_BATCH = 64
@@ -46,14 +46,16 @@ class TrajectoryCache:
             return torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c"))
 
         self.folder = folder
-        self.states = rows("states")  # (N·V, D + 1, n, d)
+        self.states = rows("states") if (folder / "states.npy").exists() else None  # (N·V, D + 1, n, d)
         self.logits = rows("logits") if (folder / "logits.npy").exists() else None
         self.split = MemorySplit(rows("images"), rows("labels").clone(), skipped or [])
 
     def trace(self, indices: Tensor) -> TeacherTrace:
         """The teacher's float32 trace of rows (b,) of `split`, on the device of `indices`. It has no attention."""
-        states = self.states[indices.cpu()].to(indices.device).float()
         logits = None if self.logits is None else self.logits[indices.cpu()].to(indices.device)
+        if self.states is None:
+            return TeacherTrace([], None, logits)
+        states = self.states[indices.cpu()].to(indices.device).float()
         return TeacherTrace(list(states.unbind(1)), None, logits)
 
 
@@ -63,7 +65,7 @@ def tell(text: str) -> None:
 
 def open_cache(
     parent: str | Path,
-    teacher: Teacher,
+    teacher: Any,
     train: Split,
     transform: Transform,
     *,
@@ -130,7 +132,7 @@ class Builder:
         folder: Path,
         key: str,
         content: dict[str, Any],
-        teacher: Teacher,
+        teacher: Any,
         train: Split,
         transform: Transform,
         tokens: str,
@@ -139,13 +141,16 @@ class Builder:
         self.teacher, self.train, self.transform = teacher, train, transform
         count, views = len(train), transform.views
         self.rows = count * views
-        self.kept = 1 if tokens == "cls" else 1 + teacher.num_patches + teacher.extra_tokens
+        self.kept = {"cls": 1, "logits": 0}.get(tokens, -1)
+        if tokens == "all":
+            self.kept = 1 + teacher.num_patches + teacher.extra_tokens
         first = train.fetch(torch.tensor([0]))[0]
         shapes: dict[str, tuple[tuple[int, ...], str]] = {
             "images": (tuple(first.shape[1:]), "u1"),
             "labels": ((), "<i8"),
-            "states": ((teacher.depth + 1, self.kept, teacher.width), "<f2"),
         }
+        if self.kept:
+            shapes["states"] = ((teacher.depth + 1, self.kept, teacher.width), "<f2")
         if teacher.num_labels:
             shapes["logits"] = ((teacher.num_labels,), "<f4")
         self.columns = {name: Column(folder, name, self.rows, *spec) for name, spec in shapes.items()}
@@ -171,9 +176,8 @@ class Builder:
         left = sum((self.rows - self.rows_done) * column.row_bytes for column in self.columns.values())
         free = shutil.disk_usage(self.folder).free
         views = f" x {self.transform.views} views" if self.transform.views > 1 else ""
-        what = (
-            f"the teacher's path of {len(self.train)} images{views}, {self.kept} token{'s' * (self.kept > 1)} a state"
-        )
+        path = f"path of {len(self.train)} images{views}, {self.kept} token{'s' * (self.kept > 1)} a state"
+        what = f"the teacher's {path if self.kept else f'answers to {len(self.train)} images{views}'}"
         done = f", {self.rows_done / self.rows:.0%} of it there already" if self.rows_done else ""
         if left > free:
             raise ValueError(
@@ -210,6 +214,11 @@ class Builder:
         """Run the teacher on uint8 images (b, c, H, W): its states (b, D + 1, n, d) in half precision, its logits."""
         device, transform = next(self.teacher.parameters()).device, self.transform
         states, logits = [], []
+        if not self.kept:
+            for batch in pixels.split(TEACHER_BATCH):
+                images = prepare(batch.to(device), transform.image_size, transform.mean, transform.std)
+                logits.append(self.teacher.answer(images).float().cpu())
+            return {"logits": torch.cat(logits)}
         for batch in pixels.split(TEACHER_BATCH):
             trace = self.teacher.trace(prepare(batch.to(device), transform.image_size, transform.mean, transform.std))
             states.append(torch.stack([state[:, : self.kept] for state in trace.states], dim=1).cpu())

@@ -12,7 +12,6 @@ from torch import nn
 
 from odevit.data.augment import MIXES, OPERATIONS, AugmentConfig
 from odevit.data.splits import Split, StreamedSplit
-from odevit.teachers.teacher import Teacher
 
 FORMAT = 1  # part of the key: raised when rows are written in another way
 HASHED_AT_ONCE = 1024  # images
@@ -45,14 +44,14 @@ class Transform:
             )
 
 
-def describe(teacher: Teacher, train: Split, transform: Transform, tokens: str) -> dict[str, Any]:
+def describe(teacher: Any, train: Split, transform: Transform, tokens: str) -> dict[str, Any]:
     """Everything that the rows of a cache depend on."""
     return {
         "format": FORMAT,
         "teacher": teacher.checksum(),
         "settings": settings(teacher.module),
         "family": teacher.family,
-        "patch_size": teacher.patch_size,
+        "patch_size": None if tokens == "logits" else teacher.patch_size,
         "data": digest(train),
         "transform": json.loads(json.dumps(asdict(transform))),
         "tokens": tokens,

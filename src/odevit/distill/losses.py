@@ -90,14 +90,18 @@ def jasmin(meeting: Meeting) -> Tensor:
     return jasmin_of(meeting.model.odevit.attention_maps(meeting.path))
 
 
+def answer_divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """KL(teacher ‖ student) of logits (b, classes) at a temperature, times its square (Hinton et al. 2015)."""
+    said, meant = torch.log_softmax(student / temperature, dim=-1), torch.log_softmax(teacher / temperature, dim=-1)
+    return nnf.kl_div(said, meant, reduction="batchmean", log_target=True) * temperature**2
+
+
 @register_loss
 def kl(meeting: Meeting) -> Tensor:
     """KL(teacher ‖ student) of the answers at the distillation temperature, times its square (Hinton et al. 2015)."""
     if meeting.teacher_logits is None:
         raise ValueError("the kl loss needs a teacher with a classification head")
-    student = torch.log_softmax(meeting.logits / meeting.temperature, dim=-1)
-    teacher = torch.log_softmax(meeting.teacher_logits / meeting.temperature, dim=-1)
-    return nnf.kl_div(student, teacher, reduction="batchmean", log_target=True) * meeting.temperature**2
+    return answer_divergence(meeting.logits, meeting.teacher_logits, meeting.temperature)
 
 
 @register_loss

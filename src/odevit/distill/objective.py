@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,10 @@ class DistillConfig:
     """How a student learns from its teacher. The student's own fields are in the recipe's `model`."""
 
     teacher: str = ""  # folder or hub name
+    # "path": a student of its teacher's shape follows its states; "answers": a student of any shape (the recipe's model
+    # as in training) learns the answers of any image classifier
+    match: Literal["path", "answers"] = "path"
+    extra_images: str = ""  # answers only: another data set whose images, never its labels, the teacher answers too
     losses: dict[str, float] = field(default_factory=lambda: {"cls_path": 1.0})  # names in `losses.LOSSES`, weights
     placement: str = "distance"  # of the meeting times: "distance" (paper) or "uniform"
     temperature: float | None = None  # of the distance placement; None: 3 · mean distance
@@ -54,7 +58,7 @@ class DistillConfig:
     collocation: float = 0.0  # share of the run spent on velocities, before any unrolling
     forcing: float = 0.0  # share of the run, after collocation, in which teacher forcing goes from always to never
     freeze_head: bool = True  # the teacher's norm and head stay as they are
-    cache: str = "none"  # "none" (teacher online), "cls" or "all": which tokens of its states are kept on disk
+    cache: str = "none"  # "none" (teacher online); what is kept on disk of its states: "cls", "all", or "logits" alone
     cache_views: int = 1  # augmented versions of each image in the cache; an epoch goes through all of them
     cache_folder: str = "cache"
     sample: int = 2048  # training images from which distances and variances are measured
@@ -67,7 +71,11 @@ class DistillConfig:
             raise ValueError(f"distill.losses must be numbers, got {self.losses}") from None
         if unknown or not any(self.losses.values()):
             raise ValueError(f"distill.losses: {unknown or 'nothing'}; give weights to some of {', '.join(LOSSES)}")
-        choices = {"placement": tuple(PLACEMENTS), "layer_weights": LAYER_WEIGHTS, "cache": ("none", "cls", "all")}
+        choices = {
+            "placement": tuple(PLACEMENTS),
+            "layer_weights": LAYER_WEIGHTS,
+            "cache": ("none", "logits", "cls", "all"),
+        }
         for name, valid in choices.items():
             if getattr(self, name) not in valid:
                 raise ValueError(f"distill.{name} must be one of {', '.join(valid)}, got {getattr(self, name)!r}")
@@ -78,6 +86,13 @@ class DistillConfig:
             if getattr(self, name) <= 0:
                 raise ValueError(f"distill.{name} must be positive, got {getattr(self, name)}")
         self._check_cache()
+        if (self.match == "answers") != (self.cache == "logits") and self.cache != "none":
+            raise ValueError(
+                f"distill.cache: {self.cache} does not go with distill.match: {self.match}; answers need only logits, "
+                "a path needs cls or all"
+            )
+        if self.extra_images and self.match != "answers":
+            raise ValueError("distill.extra_images are for distill.match: answers")
 
     def _check_cache(self) -> None:
         wanted = {name for name, weight in self.losses.items() if weight}
@@ -132,11 +147,11 @@ def build(
     teacher: loaded as the recipe says unless given. device: where it runs. A cache, if wanted, is built here.
     """
     config: DistillConfig = recipe.distill
+    if teacher is None and not config.teacher:
+        raise ValueError(
+            "distillation needs a teacher: --teacher DIRECTORY_OR_HUB_NAME, or distill.teacher in the recipe"
+        )
     if teacher is None:
-        if not config.teacher:
-            raise ValueError(
-                "distillation needs a teacher: --teacher DIRECTORY_OR_HUB_NAME, or distill.teacher in the recipe"
-            )
         teacher = load_teacher(config.teacher, image_size=recipe.data.image_size)
     teacher.to(device)
     options = dict(recipe.model)

@@ -1,0 +1,100 @@
+"""Distillation of answers: a student of any shape learns what a classifier of any kind says. No label is needed, so any
+images teach."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from odevit.data import Data, DataConfig, load_data
+from odevit.data.splits import MemorySplit, Split
+from odevit.distill.cache import TrajectoryCache, open_cache
+from odevit.distill.cache_key import Transform
+from odevit.distill.losses import answer_divergence
+from odevit.teachers.answerer import Answerer
+from odevit.training.classifiers import build_classifier, load_classifier
+from odevit.training.integration import Integration
+from odevit.training.objectives import Terms
+
+LOSSES = ("kl", "cross_entropy")
+
+
+class AnswerDistillation:
+    """The objective: KL to the teacher's answers, cached or online, and cross-entropy where labels may be used."""
+
+    def __init__(self, teacher: Answerer, config: Any, cache: TrajectoryCache | None = None):
+        self.teacher, self.config, self.cache = teacher, config, cache
+
+    def training_data(self, data: Data) -> Data:
+        """With a cache the training images are its views, and are augmented already."""
+        return data if self.cache is None else dataclasses.replace(data, train=self.cache.split, augmented=True)
+
+    def stage(self, progress: float) -> str:
+        return "answers"
+
+    def __call__(
+        self, model: Any, images: Tensor, targets: Tensor, indices: Tensor, *, progress: float, integration: Integration
+    ) -> Terms:
+        output = model(images, **integration.options(getattr(model.config, "horizon", 1.0)))
+        answers = self.answers(model, images, indices)
+        terms = {
+            "kl": lambda: answer_divergence(output.logits, answers, self.config.kl_temperature),
+            "cross_entropy": lambda: nnf.cross_entropy(output.logits, targets),
+        }
+        losses = {name: weight * terms[name]() for name, weight in self.config.losses.items() if weight}
+        evaluations = getattr(output, "evaluations", None)
+        return Terms(losses, output.logits, None if evaluations is None else max(evaluations))
+
+    def answers(self, model: Any, images: Tensor, indices: Tensor) -> Tensor:
+        """The teacher's logits (b, classes) of a batch."""
+        if self.cache is not None:
+            logits = self.cache.trace(indices).logits
+            assert logits is not None
+            return logits
+        return self.teacher.to(images.device).answer(self.teacher.renormalise(images, model.config))
+
+
+def build_answers(recipe: Any, data: Data, device: torch.device | str = "cpu") -> tuple[Any, AnswerDistillation]:
+    """Student and objective of a recipe with `distill.match: answers`."""
+    config = recipe.distill
+    if unknown := [name for name, weight in config.losses.items() if weight and name not in LOSSES]:
+        raise ValueError(
+            f"distill.match: answers knows the losses {' and '.join(LOSSES)}; {', '.join(unknown)} compares states, "
+            "which only a student of its teacher's shape can (distill.match: path)"
+        )
+    teacher = Answerer(load_classifier(config.teacher), data.mean, data.std).to(device)
+    if teacher.num_labels != len(data.class_names):
+        raise ValueError(f"the teacher answers with {teacher.num_labels} classes, the data has {len(data.class_names)}")
+    student = build_classifier(recipe.model, data, recipe.data)
+    train = data.train
+    if config.extra_images:
+        if config.losses.get("cross_entropy"):
+            raise ValueError(
+                "distill.extra_images have no labels of these classes: set the weight of cross_entropy to 0"
+            )
+        train = with_extra_images(train, config.extra_images)
+    if config.cache == "none":
+        if config.extra_images:
+            raise ValueError("distill.extra_images are read through the cache: set distill.cache to logits")
+        return student, AnswerDistillation(teacher, config)
+    transform = Transform(
+        image_size=teacher.image_size, mean=teacher.mean, std=teacher.std, augment=recipe.augment,
+        views=config.cache_views, seed=recipe.seed,
+    )  # fmt: skip
+    cache = open_cache(config.cache_folder, teacher, train, transform, tokens="logits")
+    return student, AnswerDistillation(teacher, config, cache)
+
+
+def with_extra_images(train: Split, name: str) -> MemorySplit:
+    """The training images, and those of another data set with the label 0, which nobody reads."""
+    images, labels = train.fetch(torch.arange(len(train)))
+    other = load_data(DataConfig(name=name, image_size=images.shape[-1])).train
+    more, _ = other.fetch(torch.arange(len(other)))
+    if more.shape[1:] != images.shape[1:]:
+        raise ValueError(
+            f"distill.extra_images must be like the training images {tuple(images.shape[1:])}, "
+            f"got {tuple(more.shape[1:])}"
+        )
+    return MemorySplit(torch.cat([images, more]), torch.cat([labels, torch.zeros(len(more), dtype=labels.dtype)]), [])

@@ -1,0 +1,55 @@
+"""Any image classifier as a teacher that only answers: images in, logits out. It need not be a Vision Transformer."""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from odevit.data import prepare
+
+
+def checksum(module: nn.Module) -> str:
+    """sha256 of the name, type, shape and bytes of every parameter and buffer."""
+    digest = hashlib.sha256()
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Answerer(nn.Module):
+    """A frozen classifier in eval mode for ever, with its own image size and normalisation.
+
+    module: anything whose output has `.logits` and whose config has image_size and num_labels. mean, std: stand in
+    where its config has no image_mean and image_std.
+    """
+
+    def __init__(self, module: Any, mean: list[float], std: list[float]):
+        super().__init__()
+        self.module = module.eval().requires_grad_(False)
+        self.training = False
+        self.image_size: int = module.config.image_size
+        self.num_labels: int = module.config.num_labels
+        self.mean = tuple(getattr(module.config, "image_mean", None) or mean)
+        self.std = tuple(getattr(module.config, "image_std", None) or std)
+        self.family = type(module).__name__
+
+    def train(self, mode: bool = True) -> "Answerer":
+        """Does nothing: a teacher never leaves eval mode."""
+        return self
+
+    @torch.no_grad()
+    def answer(self, images: Tensor) -> Tensor:
+        """(b, c, S, S) prepared for this teacher -> (b, labels)."""
+        return self.module(images).logits
+
+    def renormalise(self, images: Tensor, config: Any) -> Tensor:
+        """Images (b, c, s, s) prepared as `config` (of a student) says → of this teacher's size and normalisation."""
+        mean, std = (images.new_tensor(values)[:, None, None] for values in (config.image_mean, config.image_std))
+        return prepare((images * std + mean).clamp(0, 1), self.image_size, self.mean, self.std)
+
+    def checksum(self) -> str:
+        """Proves that nobody changed it, and names its cache."""
+        return checksum(self.module)

@@ -1,0 +1,122 @@
+"""Distillation of answers: any classifier teaches a student of any shape."""
+
+import json
+
+import pytest
+import torch
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from odevit.commands.distill import distill_recipe
+from odevit.data import DataConfig, load_data, prepare
+from odevit.distill.answers import AnswerDistillation, with_extra_images
+from odevit.distill.answers import build_answers as build
+from odevit.distill.objective import DistillConfig
+from odevit.recipe import Recipe
+from odevit.training.evaluation import model_input
+from odevit.training.integration import Integration
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A tiny random ResNet, which sees digits at 16 px in its own normalisation."""
+    torch.manual_seed(0)
+    config = ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=10)
+    config.image_size = 16
+    folder = tmp_path_factory.mktemp("resnet")
+    ResNetForImageClassification(config).eval().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.3], "image_std": [0.4]}))
+    return str(folder)
+
+
+def recipe(folder, teacher, **distill):
+    return Recipe.from_dict(
+        {
+            "task": "distill",
+            "output": str(folder / "run"),
+            "model": {"patch_size": 4, "hidden_size": 16, "num_attention_heads": 2, "depth": 2, "num_steps": 2},
+            "data": {"name": "digits", "limit": 96},
+            "augment": {"crop": 1},
+            "optim": {"steps": 2, "batch_size": 32},
+            "distill": {
+                "teacher": teacher, "match": "answers", "losses": {"kl": 1.0}, "cache_folder": str(folder / "cache"),
+                **distill,
+            },
+        }
+    )  # fmt: skip
+
+
+def test_the_teacher_gets_its_own_size_and_normalisation(tmp_path, teacher):
+    data = load_data(DataConfig(name="digits", limit=96))
+    student, objective = build(recipe(tmp_path, teacher), data)
+    pixels = data.train.fetch(torch.arange(4))[0]
+    with torch.no_grad():
+        expected = objective.teacher.module(prepare(pixels.float() / 255, 16, [0.3], [0.4])).logits
+    answers = objective.answers(student, model_input(student, pixels), torch.arange(4))
+    assert torch.allclose(answers, expected, atol=1e-4)
+
+
+def test_cached_answers_are_those_of_the_cached_views(tmp_path, teacher):
+    data = load_data(DataConfig(name="digits", limit=96))
+    student, objective = build(recipe(tmp_path, teacher, cache="logits", cache_views=3), data)
+    views = objective.training_data(data).train
+    assert len(views) == 3 * len(data.train)
+    rows = torch.tensor([1, len(data.train) + 1])
+    pixels = views.fetch(rows)[0]
+    assert not torch.equal(pixels[0], pixels[1])  # two views of one image
+    online = AnswerDistillation(objective.teacher, objective.config)
+    cached = objective.answers(student, model_input(student, pixels), rows)
+    assert torch.allclose(cached, online.answers(student, model_input(student, pixels), rows), atol=2e-2)
+    assert (cached[0] - cached[1]).abs().max() > 1e-4
+
+
+def test_losses_are_kl_and_cross_entropy_with_gradients(tmp_path, teacher):
+    data = load_data(DataConfig(name="digits", limit=96))
+    student, objective = build(recipe(tmp_path, teacher, losses={"kl": 2.0, "cross_entropy": 0.5}), data)
+    pixels, labels = data.train.fetch(torch.arange(8))
+    images, targets = model_input(student, pixels), torch.eye(10)[labels]
+    terms = objective(student, images, targets, torch.arange(8), progress=0.5, integration=Integration(3))
+    assert terms.evaluations == 3
+    with torch.no_grad():
+        logits, answers = student(images, num_steps=3).logits, objective.answers(student, images, torch.arange(8))
+        p = answers.softmax(1)
+        kl = (p * (p.log() - logits.log_softmax(1))).sum(1).mean()
+    assert terms.losses["kl"].item() == pytest.approx(2 * kl.item(), rel=1e-4)
+    sum(terms.losses.values()).backward()
+    assert all(p.grad.abs().max() > 0 for n, p in student.named_parameters() if p.numel())
+
+
+def test_distill_runs_to_its_end_and_compares(tmp_path, teacher):
+    result = distill_recipe(recipe(tmp_path, teacher, cache="logits"), report=None, progress_bar=False)
+    comparison = json.loads((result.folder / "comparison.json").read_text())
+    assert comparison["certified_agreement"] is None
+    assert comparison["note"] == "this teacher only answers"
+    assert 0 <= comparison["agreement"] <= 1
+    assert comparison["teacher"]["macs"] > 0
+
+
+def test_extra_images_teach_without_labels(tmp_path, teacher):
+    data = load_data(DataConfig(name="digits", limit=96))
+    both = with_extra_images(data.train, "digits")
+    assert len(both) > 2 * len(data.train)
+    assert torch.equal(both.fetch(torch.arange(5))[0], data.train.fetch(torch.arange(5))[0])
+    _, objective = build(recipe(tmp_path, teacher, cache="logits", extra_images="digits"), data)
+    assert len(objective.training_data(data).train) == len(both)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"losses": {"cls_path": 1.0}}, "cls_path compares states"),
+        ({"extra_images": "digits", "losses": {"kl": 1.0, "cross_entropy": 1.0}}, "no labels of these classes"),
+        ({"extra_images": "digits"}, "read through the cache"),
+    ],
+)
+def test_impossible_plans_are_refused(tmp_path, teacher, fields, message):
+    with pytest.raises(ValueError, match=message):
+        build(recipe(tmp_path, teacher, **fields), load_data(DataConfig(name="digits", limit=96)))
+
+
+@pytest.mark.parametrize("fields", [{"match": "answers", "cache": "all"}, {"match": "path", "cache": "logits"}])
+def test_caches_that_do_not_fit_are_refused(fields):
+    with pytest.raises(ValueError, match="does not go with"):
+        DistillConfig(**fields)
