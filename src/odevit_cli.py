@@ -25,6 +25,7 @@ VERBS: dict[str, str] = {
     "analyze": "odevit.commands.analyze:analyze",
     "audit": "odevit.commands.audit:audit",
     "page": "odevit.commands.page:page",
+    "zoo": "odevit.commands.zoo:zoo",
 }  # verb → module:function
 
 app = typer.Typer(
@@ -198,6 +199,12 @@ def page(
 ) -> None:
     """One HTML file that runs the model in a browser: draw or drop an image, and watch it flow."""
     call("page", locals())
+
+
+@app.command()
+def zoo(as_json: AsJson = False) -> None:
+    """The trained models that come with odevit; their names work wherever a model is asked for."""
+    call("zoo", locals())
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from odevit.model import (
     VectorField,
     solve,
 )
+from odevit.shipped import zoo
 
 __version__ = "0.1.0"
 
@@ -30,4 +31,5 @@ __all__ = [
     "SolverError",
     "VectorField",
     "solve",
+    "zoo",
 ]

@@ -12,12 +12,15 @@ from odevit.data.decode import Frame
 from odevit.model.config import OdeViTConfig, own_fields
 from odevit.model.image_processor import square_processor
 from odevit.model.model import OdeViTForImageClassification
+from odevit.shipped import names, zoo
 from odevit.teachers.adapters import is_adapter, load_adapted
 from odevit.teachers.preprocessing import saved_preprocessing
 
 
 def resolve_model(name: str) -> str:
-    """What a user calls a model → what `from_pretrained` takes: a model's folder, a run's folder, or a hub name."""
+    """What a user calls a model → what `from_pretrained` takes: a folder of a model or run, a zoo or a hub name."""
+    if name in names():
+        return zoo(name)
     path = Path(name).expanduser()
     if path.is_dir():
         for folder in (path, path / "model"):
@@ -28,8 +31,8 @@ def resolve_model(name: str) -> str:
         raise ValueError(f"{name} is a file; a model is a folder with a config.json and model.safetensors")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(
-            f"unknown model {name!r}: neither a folder here, nor a hub name (owner/name). "
-            "A run keeps its model in RUN/model; `odevit quickstart` makes one in three minutes."
+            f"unknown model {name!r}: neither a folder here, nor a hub name (owner/name), nor one of the zoo "
+            f"({', '.join(names())}). A run keeps its model in RUN/model."
         )
     return name
 

@@ -1,0 +1,110 @@
+"""A finished run → a model of the zoo: weights in half precision, measured again, with its card.
+
+    python experiments/ship.py runs/quickstart/student digits --data digits --command "odevit quickstart"
+    python experiments/ship.py RUN NAME --data DIRECTORY --data-name CIFAR-10 --command "odevit train cifar10/scratch"
+
+The test split is read once, with the weights as they are shipped, at the model's own setting and for its flow gap.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from odevit.analysis.flow import flow_gap
+from odevit.commands.evaluate import load_data_for
+from odevit.dynamics.cost import count_macs
+from odevit.parse import plain
+from odevit.recipe import Recipe
+from odevit.shipped import FOLDER, checksum
+from odevit.training.classifiers import load_odevit
+from odevit.training.evaluation import evaluate, model_input
+
+CARD = """\
+---
+library_name: odevit
+pipeline_tag: image-classification
+license: apache-2.0
+tags: [odevit, neural-ode, vision-transformer]
+---
+# {name}
+
+An ODE-ViT: one shared attention + MLP block, integrated over time. {about}
+
+| | |
+|---|---|
+| data | {data} |
+| test accuracy | {accuracy:.2%} ({images:,} images, read once) |
+| parameters | {parameters:,} ({bytes:,} bytes on disk, half precision) |
+| multiply-accumulates | {macs:,} at its own setting: {num_steps} {solver} steps |
+| flow gap | {gap:+.2f} points (own setting minus exact flow, {gap_images:,} images); K = 3 … 48: {spread:.2f} |
+| trained in | {minutes:.0f} CPU minutes, {epochs} epochs, seed {seed} |
+| command | `{command}` |
+
+Accuracy by number of steps: {by_steps}.
+
+**Intended use**: learning and research on Vision Transformers as flows; a start for fine-tuning on small images.
+**Limits**: images like those it was trained on, of {size} × {size} pixels; nothing else was measured. No part of it is
+certified unless its card says so.
+"""
+
+
+def ship(
+    run: Path, name: str, *, data: str, command: str, data_name: str = "", about: str = "", folder: Path = FOLDER
+) -> dict[str, Any]:
+    """Write folder/name from run/model and return its card."""
+    target = folder / name
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(run / "model", target, ignore=shutil.ignore_patterns("selected.json", "README.md"))
+    weights = load_file(target / "model.safetensors")
+    halved = {key: value.half() if value.is_floating_point() else value for key, value in weights.items()}
+    save_file(halved, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "model.safetensors").chmod(0o644)
+    model: Any = load_odevit(str(target))
+    assert next(model.parameters()).dtype == torch.float32, "half-precision weights must be loaded in single precision"
+    loaded = load_data_for(model, data)
+    test = loaded.test or loaded.val
+    scores = evaluate(model, test)
+    images, labels = test.fetch(torch.arange(min(1000, len(test))))
+    flow = flow_gap(model, model_input(model, images), labels)
+    result = json.loads((run / "result.json").read_text())
+    seed = Recipe.load(run / "recipe.yaml").seed
+    entry = {
+        "name": name, "data": data_name or data, "accuracy": scores["top1"], "images": scores["count"],
+        "accuracy_before_halving": result["top1"], "parameters": sum(p.numel() for p in model.parameters()),
+        "macs": count_macs(model).total, "solver": model.config.solver, "num_steps": model.config.num_steps,
+        "flow": plain(flow),
+        "bytes": (target / "model.safetensors").stat().st_size, "sha256": checksum(target), "command": command,
+        "seconds": result["seconds"], "epochs": result["epochs"], "seed": seed,
+    }  # fmt: skip
+    (target / "card.json").write_text(json.dumps(entry, indent=1) + "\n")
+    text = CARD.format(
+        **{key: value for key, value in entry.items() if key != "flow"},
+        about=about, gap=100 * flow["gap"], gap_images=flow["images"], spread=100 * flow["spread"],
+        minutes=result["seconds"] / 60, size=model.config.image_size,
+        by_steps=", ".join(f"{steps}: {value:.1%}" for steps, value in flow["accuracy_by_steps"].items()),
+    )  # fmt: skip
+    (target / "README.md").write_text(text)
+    return entry
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("name")
+    for option in ("--data", "--command"):
+        parser.add_argument(option, required=True)
+    for option in ("--data-name", "--about"):
+        parser.add_argument(option, default="")
+    options = vars(parser.parse_args(arguments))
+    entry = ship(options.pop("run"), options.pop("name"), **options)
+    print(json.dumps({key: value for key, value in entry.items() if key != "flow"}, indent=1))
+    return entry
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Models in the package: found by name, whole, and as good as their cards say. And how one is made from a run."""
+
+import json
+import sys
+
+import pytest
+import torch
+from ship import main as ship_main
+from ship import ship
+from tiny_runs import tiny_recipe
+
+import odevit
+from odevit.commands.evaluate import evaluate
+from odevit.commands.train import train_recipe
+from odevit.commands.zoo import zoo as list_zoo
+from odevit.shipped import card, checksum, names
+from odevit.training.classifiers import load_odevit, resolve_model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    recipe = tiny_recipe(folder / "run", optim={"steps": 4}, data={"limit": 100})
+    return train_recipe(recipe, progress_bar=False).folder
+
+
+def test_a_run_is_shipped_in_half_precision_with_what_was_measured(run, tmp_path):
+    entry = ship(run, "tiny", data="digits", command="odevit train tiny", folder=tmp_path)
+    folder = tmp_path / "tiny"
+    assert json.loads(json.dumps(entry)) == json.loads((folder / "card.json").read_text())
+    assert entry["sha256"] == checksum(folder)
+    assert entry["bytes"] < 0.6 * (run / "model/model.safetensors").stat().st_size
+    assert "`odevit train tiny`" in (folder / "README.md").read_text()
+    model, before = load_odevit(str(folder)), load_odevit(str(run / "model"))
+    for (name, half), full in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
+        assert half.dtype == torch.float32, name
+        assert torch.equal(half, full.half().float()), name
+    assert evaluate(str(folder), "digits")["top1"] == entry["accuracy"]
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_shipped_model_is_whole_and_as_good_as_its_card_says(name):
+    entry, folder = card(name), odevit.zoo(name)
+    assert entry["name"] == name
+    assert checksum(folder) == entry["sha256"]
+    model = load_odevit(name)
+    assert sum(p.numel() for p in model.parameters()) == entry["parameters"]
+    if entry["data"] == "digits":
+        assert evaluate(name, "digits")["top1"] == pytest.approx(entry["accuracy"], abs=0.003)  # one image
+
+
+def test_the_list_has_every_model(capsys):
+    assert [entry["name"] for entry in list_zoo(as_json=True)] == names()
+    assert json.loads(capsys.readouterr().out) == [card(name) for name in names()]
+    list_zoo()
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names())
+
+
+def test_names_are_known_everywhere_and_unknown_ones_list_the_zoo():
+    assert all(resolve_model(name) == odevit.zoo(name) for name in names())
+    with pytest.raises(ValueError, match="the zoo has: " + ", ".join(names())):
+        odevit.zoo("digit")
+    with pytest.raises(ValueError, match="nor one of the zoo"):
+        resolve_model("digit")
+
+
+def test_the_script_wants_its_options(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ship.py", "run", "name"])
+    with pytest.raises(SystemExit):
+        ship_main()
+    assert "--data" in capsys.readouterr().err
