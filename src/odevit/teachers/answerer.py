@@ -1,22 +1,12 @@
 """Any image classifier as a teacher that only answers: images in, logits out. It need not be a Vision Transformer."""
 
-import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from odevit.checksum import checksum
 from odevit.data import prepare
-
-
-def checksum(module: nn.Module) -> str:
-    """sha256 of the name, type, shape and bytes of every parameter and buffer."""
-    digest = hashlib.sha256()
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 class Answerer(nn.Module):

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from odevit.checksum import checksum
 from odevit.teachers.adapters import is_adapter, load_adapted
-from odevit.teachers.answerer import checksum
 from odevit.teachers.families import TEACHERS, Anatomy, Family, resize_patch_kernel
 from odevit.teachers.preprocessing import Preprocessing, carried_preprocessing, saved_preprocessing
 
