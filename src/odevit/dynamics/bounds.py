@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from odevit.model.contractive import ContractiveField
 from odevit.model.field import VectorField
 from odevit.model.layers import Attention, CenterNorm, DepthwiseMixing, L2Attention, Mlp
 
@@ -82,8 +83,12 @@ def mixing_bound(mixing: nn.Module, tokens: int) -> Tensor:
         return torch.ones(())
     if not isinstance(mixing, DepthwiseMixing):
         raise ValueError(f"no Lipschitz bound is known for {type(mixing).__name__}; known: DepthwiseMixing, Identity")
-    side = math.isqrt(tokens - 1 - mixing.registers) + 2
-    return torch.fft.fft2(mixing.weight, s=(side, side)).abs().max().clamp_min(1)
+    return _padded_norm(mixing.weight, tokens - 1 - mixing.registers)
+
+
+def _padded_norm(kernel: Tensor, patches: int) -> Tensor:
+    side = math.isqrt(patches) + 2
+    return torch.fft.fft2(kernel, s=(side, side)).abs().max().clamp_min(1)
 
 
 @torch.no_grad()
@@ -152,11 +157,22 @@ def attention_bound(attention: Attention, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def field_bound(field: VectorField, x: Tensor) -> Tensor:
+def stiffness(field: ContractiveField, tokens: int) -> tuple[float, float]:
+    """Global Lipschitz constants of the parts of a contractive field on `tokens` tokens: s ‖W‖² ‖C‖² and s ‖A‖²."""
+    kernel = field.kernel()
+    mixing = 1.0 if kernel is None else float(_padded_norm(kernel, tokens - 1 - field.mixing.registers))  # type: ignore
+    w, a = (float(norm2(layer.weight.double())) for layer in (field.w, field.a))
+    return field.scale * (w * mixing) ** 2, field.scale * a**2
+
+
+@torch.no_grad()
+def field_bound(field: VectorField | ContractiveField, x: Tensor) -> Tensor:
     """Bound of the Jacobian norm of the field's drift at x (b, n, d), without dropout: s (L_F + L_G), shape (b,).
 
     An Euler step of size h then has a Jacobian norm of at most 1 + h times this.
     """
+    if isinstance(field, ContractiveField):
+        return x.new_full((x.shape[0],), sum(stiffness(field, x.shape[-2])))
     bound_F = norm_bound(field.norm_f, x) * mlp_bound(field.mlp, x.shape[-2])
     bound_G = norm_bound(field.norm_g, x) * attention_bound(field.attention, field.norm_g(x))
     return abs(field.scale) * (bound_F + bound_G)

@@ -225,6 +225,8 @@ def _norms(
 
 def check_certifiable(model: Any) -> None:
     """ValueError for models whose flow the certificate does not cover."""
+    if model.config.field != "softmax":
+        raise ValueError(f"this certificate covers the softmax field; this model has field={model.config.field!r}")
     if model.config.solver != "euler" or model.config.attention != "softmax":
         raise ValueError(
             "the certificate covers Euler steps with softmax attention; this model has "

@@ -12,6 +12,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from odevit.dynamics.jacobian import forward_derivatives
+from odevit.model.contractive import ContractiveField
 from odevit.model.field import VectorField
 from odevit.model.layers import Attention, CenterNorm
 
@@ -68,16 +69,18 @@ def _softmax_attention(attention: Attention, jet: Tensor) -> Tensor:
 
 
 class JetField:
-    """F, G and the drift of a `VectorField` on jets (1 + k, b, n, d), without dropout.
+    """F, G and the drift of a field on jets (1 + k, b, n, d), without dropout.
 
     CenterNorm, the MLP and softmax attention by the product rule, sharing the state's attention map between all
-    tangents; other norms and attentions by `push`.
+    tangents; other norms and attentions, and fields that are no `VectorField`, by `push`.
     """
 
-    def __init__(self, field: VectorField):
+    def __init__(self, field: VectorField | ContractiveField):
         self.field = field
 
     def F(self, jet: Tensor) -> Tensor:
+        if isinstance(self.field, ContractiveField):
+            return push(self.field.F, jet)
         mlp = self.field.mlp
         hidden = _linear(mlp.w1, _normalise(self.field.norm_f, jet))
         if not isinstance(mlp.mixing, nn.Identity):  # linear: state and tangents alike
@@ -85,6 +88,8 @@ class JetField:
         return _linear(mlp.w2, _gelu(hidden)).mul_(self.field.scale)
 
     def G(self, jet: Tensor) -> Tensor:
+        if isinstance(self.field, ContractiveField):
+            return push(self.field.G, jet)
         attention, jet = self.field.attention, _normalise(self.field.norm_g, jet)
         if type(attention) is Attention:
             return _softmax_attention(attention, jet).mul_(self.field.scale)

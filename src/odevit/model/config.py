@@ -5,6 +5,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from odevit.model.contractive import check_steps
+from odevit.model.field import FIELDS
 from odevit.model.layers import ATTENTIONS, MIXINGS, NORMS, POOLS, TOKENIZERS
 from odevit.model.solvers import Grid, check_solver
 
@@ -18,13 +20,16 @@ class OdeViTConfig(PreTrainedConfig):
     image_size, patch_size, num_channels: what the tokenizer expects.
     tokenizer: "patch" (one strided convolution), "conv" (3×3 convolutions of stride 2) or "pooling" (3×3
         convolutions with max-pooling, best on small images).
-    pool: what the head reads: "cls", "sequence" (a learned weighting of all tokens but the registers) or "mean".
+    pool: what the head reads: "cls", "sequence" (a learned weighting of all tokens but the registers), "mean" or
+        "sqrt_mean" (√n times it, of norm one).
     hidden_size, num_attention_heads, mlp_ratio: width d, heads h, hidden width of the MLP over d.
     num_registers: learned tokens without position at the end of the sequence; 0 is allowed.
     depth: D, the discrete depth being emulated; the field is scaled by D / horizon.
     horizon: T, the end of the time interval.
     num_steps, solver: K and the scheme; both can be changed at any call without retraining.
     num_fields: 1 is the paper (autonomous); k gives each k-th of [0, T] its own parameters.
+    field: "softmax" (the paper) or "contractive" (never expands, by construction; it has no norm, and needs num_steps
+        of at least `depth`, or of half of it with solver "lie_trotter").
     norm: "center" (Lipschitz) or "layer"; attention: "softmax", "l2" (Lipschitz, tied) or "sinkhorn".
     mixing: "none" or "depthwise" (a 3×3 depthwise convolution on the patch grid inside F, the identity at the start).
     layer_norm_eps: of every LayerNorm, where there is one.
@@ -54,6 +59,7 @@ class OdeViTConfig(PreTrainedConfig):
     num_steps: int = 12
     solver: str = "euler"
     num_fields: int = 1
+    field: str = "softmax"
     norm: str = "center"
     attention: str = "softmax"
     mixing: str = "none"
@@ -80,6 +86,7 @@ class OdeViTConfig(PreTrainedConfig):
         for name, registry in (
             ("tokenizer", TOKENIZERS),
             ("pool", POOLS),
+            ("field", FIELDS),
             ("mixing", MIXINGS),
             ("norm", NORMS),
             ("attention", ATTENTIONS),
@@ -90,6 +97,8 @@ class OdeViTConfig(PreTrainedConfig):
         check_solver(self.solver)
         self._check_numbers()
         Grid(self.num_steps, float(self.horizon), self.num_fields)  # raises on impossible step counts
+        if self.field == "contractive":
+            self._check_contractive()
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads must divide hidden_size: {self.num_attention_heads} heads do not divide width "
@@ -118,6 +127,16 @@ class OdeViTConfig(PreTrainedConfig):
             values = getattr(self, name)
             if values is not None and len(values) != self.num_channels:
                 raise ValueError(f"{name} needs one value per channel ({self.num_channels}), got {values}")
+
+    def _check_contractive(self) -> None:
+        check_steps(self.solver, self.num_steps, self.depth, self.num_fields)
+        without = {"attention": "softmax", "bias": False, "dropout": 0, "drop_path": 0, "spectral_cap": None}
+        for name, value in without.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"a contractive field has no {name}, got {name}={getattr(self, name)!r}: leave it out (its norms "
+                    "are held and its bias is there in any case)"
+                )
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -1,9 +1,16 @@
 """The vector field dX/dt = s · (F(X) + G(X)): one shared attention + MLP block as the right-hand side of an ODE."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
+from odevit.model.contractive import ContractiveField
 from odevit.model.layers import ATTENTIONS, MIXINGS, NORMS, Mlp
+
+if TYPE_CHECKING:
+    from odevit.model.config import OdeViTConfig
 
 
 class DropPath(nn.Module):
@@ -70,3 +77,34 @@ class VectorField(nn.Module):
     def attention_map(self, x: Tensor) -> Tensor:
         """The attention map (b, h, n, n) alone."""
         return self.attention.map(self.norm_g(x))
+
+
+def _softmax(config: "OdeViTConfig") -> nn.Module:
+    return VectorField(
+        config.hidden_size,
+        config.num_attention_heads,
+        hidden=config.mlp_hidden,
+        scale=config.depth / config.horizon,
+        norm=config.norm,
+        norm_eps=config.layer_norm_eps,
+        attention=config.attention,
+        mixing=config.mixing,
+        registers=config.num_registers,
+        bias=config.bias,
+        dropout=config.dropout,
+        drop_path=config.drop_path,
+    )
+
+
+def _contractive(config: "OdeViTConfig") -> nn.Module:
+    return ContractiveField(
+        config.hidden_size,
+        config.num_attention_heads,
+        hidden=config.mlp_hidden,
+        scale=config.depth / config.horizon,
+        mixing=config.mixing,
+        registers=config.num_registers,
+    )
+
+
+FIELDS: dict[str, Callable[["OdeViTConfig"], nn.Module]] = {"softmax": _softmax, "contractive": _contractive}

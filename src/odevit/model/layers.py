@@ -56,6 +56,10 @@ class DepthwiseMixing(nn.Module):
         self.weight.zero_()[:, :, 1, 1] = 1
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x, self.weight)
+
+    def mix(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """The convolution with a given kernel (c, 1, 3, 3)."""
         patches = x.shape[1] - 1 - self.registers
         side = math.isqrt(patches)
         if side * side != patches:
@@ -63,7 +67,7 @@ class DepthwiseMixing(nn.Module):
                 f"depthwise mixing needs a square grid of patches, got {patches} patches: use square images"
             )
         grid = x[:, 1 : 1 + patches].unflatten(1, (side, side)).permute(0, 3, 1, 2)  # (b, c, side, side)
-        mixed = F.conv2d(grid, self.weight, padding=1, groups=self.weight.shape[0])
+        mixed = F.conv2d(grid, kernel, padding=1, groups=kernel.shape[0])
         return torch.cat([x[:, :1], mixed.flatten(2).mT, x[:, 1 + patches :]], dim=1)
 
 
@@ -254,6 +258,13 @@ class MeanPool(nn.Module):
         return x.mean(dim=1)
 
 
+class RootMeanPool(nn.Module):
+    """√n times the mean of the n tokens CLS and patches: a linear map of norm one. (b, n, d) -> (b, d)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(dim=1) / math.sqrt(x.shape[1])
+
+
 class SequencePool(nn.Module):
     """Σ_i p_i x_i with p the softmax over tokens of a learned score (arXiv 2104.05704). (b, n, d) -> (b, d)."""
 
@@ -269,6 +280,7 @@ POOLS: dict[str, Callable[[int], nn.Module]] = {
     "cls": lambda width: ClsPool(),
     "sequence": SequencePool,
     "mean": lambda width: MeanPool(),
+    "sqrt_mean": lambda width: RootMeanPool(),
 }
 
 

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelFor
 from transformers.utils import ModelOutput
 
 from odevit.model.config import OdeViTConfig
-from odevit.model.field import VectorField
+from odevit.model.contractive import ContractiveField, check_steps
+from odevit.model.field import FIELDS
 from odevit.model.halting import Rule, halt, saved_rule
 from odevit.model.image_processor import OdeViTImageProcessor, square_processor
 from odevit.model.layers import (
@@ -65,7 +66,7 @@ class OdeViTPreTrainedModel(PreTrainedModel):
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ["VectorField"]  # noqa: RUF012 (the type transformers declares)
+    _no_split_modules = ["VectorField", "ContractiveField"]  # noqa: RUF012 (the type transformers declares)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -82,7 +83,7 @@ class OdeViTPreTrainedModel(PreTrainedModel):
                     nn.init.kaiming_normal_(layer.weight)
         elif isinstance(module, SequencePool):
             nn.init.trunc_normal_(module.score.weight, std=0.02)  # nearly a mean at the start
-        elif isinstance(module, DepthwiseMixing):
+        elif isinstance(module, DepthwiseMixing | ContractiveField):
             module.reset()
         elif isinstance(module, CenterNorm | nn.LayerNorm | nn.BatchNorm2d):
             nn.init.ones_(module.weight)
@@ -163,23 +164,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.zeros(1, 1 + config.num_patches, width))
         self.registers = nn.Parameter(torch.zeros(1, config.num_registers, width))
-        self.fields = nn.ModuleList(
-            VectorField(
-                width,
-                config.num_attention_heads,
-                hidden=config.mlp_hidden,
-                scale=config.depth / config.horizon,
-                norm=config.norm,
-                norm_eps=config.layer_norm_eps,
-                attention=config.attention,
-                mixing=config.mixing,
-                registers=config.num_registers,
-                bias=config.bias,
-                dropout=config.dropout,
-                drop_path=config.drop_path,
-            )
-            for _ in range(config.num_fields)
-        )
+        self.fields = nn.ModuleList(FIELDS[config.field](config) for _ in range(config.num_fields))
         if config.spectral_cap is not None:
             cap_spectral_norms_(self.fields, config.spectral_cap)
         self.gradient_checkpointing = False
@@ -203,14 +188,19 @@ class OdeViTModel(OdeViTPreTrainedModel):
         until: float | None = None,
     ) -> Solution:
         """Integrate the tokens over [0, T]. `num_steps` and `solver` default to the config's, `until` as in `solve`."""
+        num_steps = num_steps if num_steps is not None else self.config.num_steps
+        solver = solver or self.config.solver
+        contractive = self.config.field == "contractive"
+        if contractive:
+            check_steps(solver, num_steps, self.config.depth, self.config.num_fields)
         recompute = self.gradient_checkpointing and self.training
-        capped_once = self.config.spectral_cap is not None and not recompute
+        capped_once = (contractive or self.config.spectral_cap is not None) and not recompute
         with parametrize.cached() if capped_once else nullcontext():
             return solve(
                 list(self.fields),  # type: ignore[arg-type]
                 tokens,
-                num_steps=num_steps if num_steps is not None else self.config.num_steps,
-                solver=solver or self.config.solver,
+                num_steps=num_steps,
+                solver=solver,
                 horizon=self.config.horizon,
                 save_at=save_at,
                 until=until,
