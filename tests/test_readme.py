@@ -46,9 +46,15 @@ def test_there_is_something_to_test():
     assert {command.split()[1] for command in COMMANDS[2:]} == {"info", "train", "eval", "distill", "analyze", "audit"}
 
 
-def test_the_file_tree_names_every_module():
-    modules = [path.name for path in (ROOT / "src/odevit").glob("*.py") if not path.name.startswith("__")]
-    assert [name for name in modules if name not in README] == []
+def test_the_file_tree_is_the_house():
+    """It names every room and every module outside a room, and nothing that is not there."""
+    tree = README.split("## The house")[1].split("```")[1]
+    parts = [path for path in (ROOT / "src/odevit").iterdir() if not path.name.startswith("_")]
+    names = {path.name + "/" * path.is_dir() for path in parts if path.is_dir() or path.suffix == ".py"}
+    assert {name for name in names if not re.search(rf"(^|\s){re.escape(name)}", tree)} == set()
+    named = set(re.findall(r"(?:^|\s)([\w/]+?(?:\.py|\.md|/))(?=[\s,]|$)", tree)) - {"tests/ROOM/test_MODULE.py"}
+    folders = ROOT, ROOT / "src/odevit", ROOT / "src/odevit/analysis", ROOT / "tests"
+    assert {name for name in named if not any((folder / name).exists() for folder in folders)} == set()
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=["model", "student"])
