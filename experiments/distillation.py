@@ -32,9 +32,10 @@ class Arm(NamedTuple):
 
 OURS = "cifar10/distill"
 PAPERS_LOSSES = tuple(f"distill.losses.{loss}" for loss in ("cls_path=1", "jasmin=0.1", "patch_path=0", "kl=0"))
+LAYER, FOUR, SHORT = "model.norm=layer", "model.num_steps=4", "loop.step_schedule=[[0, [2, 3, 4, 5]]]"
 STUDIES: dict[str, dict[str, Arm]] = {
     "claims": {
-        "scratch, with labels": Arm("cifar10/scratch"),
+        "scratch, with labels": Arm("cifar10/scratch-96px"),
         "paper's recipe": Arm("cifar10/paper"),
         "ours": Arm(OURS),
     },
@@ -51,6 +52,14 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "AdamW": Arm(OURS, ("optim.name=adamw",)),
         "12 steps": Arm(OURS, ("model.num_steps=12",)),
         "paper's losses and times": Arm(OURS, (*PAPERS_LOSSES, "distill.placement=distance")),
+    },
+    "schedules": {  # which K to draw, and what else to put on top of it
+        "K = 6 always": Arm(OURS, (LAYER,)),
+        "K from 3…8": Arm(OURS, (LAYER, "loop.step_schedule=[[0, [3, 4, 5, 6, 7, 8]]]")),
+        "K = 6, from the middle 3…8": Arm(OURS, (LAYER, "loop.step_schedule=[[0, 6], [0.5, [3, 4, 5, 6, 7, 8]]]")),
+        "K from 2…5": Arm(OURS, (LAYER, SHORT, FOUR)),
+        "K from 2…5, mixing": Arm(OURS, (LAYER, SHORT, FOUR, "model.mixing=depthwise")),
+        "K from 2…5, mixing, no KL": Arm(OURS, (LAYER, SHORT, FOUR, "model.mixing=depthwise", "distill.losses.kl=0")),
     },
 }
 
@@ -72,6 +81,7 @@ def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
         "top-1": f"{result['top1']:.2%}",
         "agreement": f"{comparison['agreement']:.2%}" if comparison else "",
         "certified": "" if certified is None else f"{certified:.1%}",
+        "flow gap": f"{100 * comparison['flow']['gap']:+.1f}" if comparison else "",
         "parameters": f"{result['parameters']:,}",
         "steps": f"{result['steps']:,}",
     }
@@ -112,7 +122,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         folder = options.output / f"{options.study}-{options.minutes:g}min" / f"{words}-seed{seed}"
         overrides = [f"seed={seed}", f"optim.minutes={options.minutes}", *options.overrides]
         rows[f"{name} (seed {seed})"] = run_arm(arms[name], overrides, folder)
-    columns = ("top-1", "agreement", "certified", "parameters", "steps")
+    columns = ("top-1", "agreement", "certified", "flow gap", "parameters", "steps")
     print_table(f"{options.study}, {options.minutes:g} minutes each, test split", rows, headers=columns)
     return rows
 
