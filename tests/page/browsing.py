@@ -10,6 +10,7 @@ import torch
 from browsers import ARGUMENTS, BROWSER
 from torch import Tensor
 
+from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.page import half_precision
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -24,6 +25,26 @@ RUN = """([images, options, maps]) =>
     logits: frames.map((frame) => Array.from(frame.logits)), times: frames.map((frame) => frame.t),
     attention: maps && frames.map((frame) => frame.attention.map((map) => Array.from(map))),
     points: frames.map((frame) => frame.point), evaluations, stopped })))"""
+
+SMALL = dict(
+    image_size=8, patch_size=2, num_channels=1, hidden_size=16, num_attention_heads=2, mlp_ratio=2, depth=4,
+    num_steps=6, num_labels=10, image_mean=[0.3], image_std=[0.37],
+)  # fmt: skip
+
+
+def small_model(seed: int = 0, **changes: Any) -> OdeViTForImageClassification:
+    """Every parameter is random, so that none can be forgotten unseen."""
+    model = OdeViTForImageClassification(OdeViTConfig(**(SMALL | changes))).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * (0.3 if parameter.ndim < 2 or parameter.shape[0] == 1 else 0.1))
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.running_mean.normal_(0, 0.2, generator=generator)
+                module.running_var.uniform_(0.5, 2, generator=generator)
+    return model
 
 
 @contextmanager

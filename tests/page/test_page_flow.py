@@ -3,34 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from page.browsing import needs_browser, run_in_page, run_in_torch, running_browser, visited
+from page.browsing import needs_browser, run_in_page, run_in_torch, running_browser, small_model, visited
 
-from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit import OdeViTForImageClassification
 from odevit.data import DataConfig, load_data
 from odevit.model.solvers import SOLVERS
-from odevit.page import check_size, half_precision, make_payload, write_page
+from odevit.page import SCORES, check_size, half_precision, make_payload, write_page
 from odevit.training.evaluation import model_input
 
 pytestmark = needs_browser
-SMALL = dict(
-    image_size=8, patch_size=2, num_channels=1, hidden_size=16, num_attention_heads=2, mlp_ratio=2, depth=4,
-    num_steps=6, num_labels=10, image_mean=[0.3], image_std=[0.37],
-)  # fmt: skip
-
-
-def small_model(seed: int = 0, **changes) -> OdeViTForImageClassification:
-    """Every parameter is random, so that none can be forgotten unseen."""
-    model = OdeViTForImageClassification(OdeViTConfig(**(SMALL | changes))).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise * (0.3 if parameter.ndim < 2 or parameter.shape[0] == 1 else 0.1))
-        for module in model.modules():
-            if isinstance(module, torch.nn.BatchNorm2d):
-                module.running_mean.normal_(0, 0.2, generator=generator)
-                module.running_var.uniform_(0.5, 2, generator=generator)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -125,26 +106,35 @@ def test_half_precision_hardly_changes_the_answers(digits):
     assert 0 < float((exact - rounded).abs().max()) < 0.02
 
 
-def test_stopping_early_is_the_same_flow_cut_short(browser, digits, tmp_path):
-    model = small_model()
+def scores_of(whole: dict, states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The four scores at steps 1 … K, by their definitions, from logits (K + 1, 10) and states (K + 1, n, d)."""
+    logits = torch.tensor(whole["logits"], dtype=torch.float64)
+    top = logits.softmax(-1).sort(-1).values
+    return {
+        "margin": (top[:, -1] - top[:, -2])[1:],
+        "confidence": top[1:, -1],
+        "change": -logits.diff(dim=0).abs().amax(-1),
+        "velocity": -states.diff(dim=0).flatten(1).norm(dim=1) / states[1:].flatten(1).norm(dim=1),
+    }
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_stopping_early_is_the_same_flow_cut_short(browser, digits, tmp_path, score):
+    model, images = small_model(), digits[0][:8]
     with open_model(browser, tmp_path, model) as page:  # a page without examples works too
-        whole = run_in_page(page, digits[0][:8], solver="midpoint", steps=6)
-        probabilities = (
-            torch.tensor([one["logits"] for one in whole]).softmax(-1).sort(-1).values
-        )  # (b, K + 1, classes)
-        margins = probabilities[..., -1] - probabilities[..., -2]
-        tops = margins[:, 1:-1].max(dim=1).values.sort().values
+        whole = run_in_page(page, images, solver="midpoint", steps=6)
+        states = torch.stack(run_in_torch(model, images, solver="midpoint", steps=6)["states"])  # (K + 1, b, n, d)
+        scores = [scores_of(one, states[:, i])[score] for i, one in enumerate(whole)]
+        tops = torch.stack([one[:5].max() for one in scores]).sort().values
         threshold = float(tops[3:5].mean())  # four of eight images reach it before the end
-        cut = run_in_page(page, digits[0][:8], solver="midpoint", steps=6, stopAt=threshold)
-    stops = []
-    for margin, one, full in zip(margins, cut, whole, strict=True):
-        reached = [i for i in range(1, 6) if margin[i] >= threshold]
+        cut = run_in_page(page, images, solver="midpoint", steps=6, stop={"score": score, "threshold": threshold})
+    assert {one["stopped"] is None for one in cut} == {True, False}
+    for values, one, full in zip(scores, cut, whole, strict=True):
+        reached = [i for i in range(1, 6) if values[i - 1] >= threshold]
         stop = reached[0] if reached else 6
-        stops.append(stop)
         assert one["logits"] == full["logits"][: stop + 1]
         assert one["evaluations"] == {"F": 2 * stop, "G": 2 * stop}
         assert one["stopped"] == (pytest.approx(stop / 6) if reached else None)
-    assert len(set(stops)) > 1
 
 
 def test_too_large_a_model_is_told_so():

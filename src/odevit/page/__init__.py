@@ -40,6 +40,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "mixing": ("none", "depthwise"),
     "pool": ("cls", "sequence", "mean"),
 }
+SCORES = ("margin", "confidence", "change", "velocity")  # of stopping early
 NUMBERS = (
     *("image_size", "patch_size", "num_channels", "hidden_size", "num_attention_heads", "mlp_ratio", "num_registers"),
     *("depth", "horizon", "num_steps", "num_fields", "layer_norm_eps", "num_labels"),
@@ -150,13 +151,22 @@ def make_payload(
         },
         "limits": {"steps": MOST_STEPS, "macs": MOST_MACS, "step_macs": step_macs},
         "drawable": config.num_channels == 1 and config.image_size <= 32,
-        "halting": getattr(config, "halting", None),
+        "halting": _rule(getattr(config, "halting", None)),
         "weights": {
             name: [start, weight.numel()] for (name, weight), start in zip(weights.items(), starts, strict=False)
         },
         "data": base64.b64encode(blob).decode(),
     }
     return payload | _pictures(model, images, labels, teacher)
+
+
+def _rule(saved: Any) -> dict[str, Any] | None:
+    """The calibrated rule for stopping early, as far as the page uses it."""
+    if not saved:
+        return None
+    if saved["score"] not in SCORES:
+        raise ValueError(f"a page cannot stop by {saved['score']!r} yet; it knows {', '.join(SCORES)}")
+    return {"score": saved["score"], "threshold": float(saved["threshold"])}
 
 
 def _pictures(model: Any, images: Tensor | None, labels: Tensor | None, teacher: Any) -> dict[str, Any]:

@@ -279,14 +279,23 @@ function look(model, x, t, field) { // what the page shows of one state
   return { t, logits, attention, point };
 }
 
-function margin(logits) { // probability of the answer minus that of the runner-up
+// Scores that grow as an image arrives, from a step's logits and states before and after, as odevit.model.halting has them.
+const size = (x) => Math.sqrt(x.reduce((sum, v) => sum + v * v, 0));
+const SCORES = {
+  margin: (step) => { const [first, second] = likeliest(step.logits); return first - second; },
+  confidence: (step) => likeliest(step.logits)[0],
+  change: (step) => -step.logits.reduce((most, z, k) => Math.max(most, Math.abs(z - step.logitsBefore[k])), 0),
+  velocity: (step) => -size(step.state.map((v, k) => v - step.before[k])) / Math.max(size(step.state), 1e-38),
+};
+
+function likeliest(logits) { // the two largest probabilities
   const p = Float64Array.from(logits);
   softmaxRow(p, 0, p.length);
   p.sort();
-  return p[p.length - 1] - p[p.length - 2];
+  return [p.at(-1), p.at(-2)];
 }
 
-function run(model, pixels, { solver, steps, stopAt }) { // → {frames, evaluations, milliseconds, stopped}
+function run(model, pixels, { solver, steps, stop }) { // → {frames, evaluations, milliseconds, stopped}
   const { config } = model, count = { F: 0, G: 0 }, horizon = config.horizon;
   const parts = model.fields.map((field) => {
     const part = { F: (x) => { count.F++; return F(field, x); }, G: (x) => { count.G++; return G(field, x); } };
@@ -303,10 +312,13 @@ function run(model, pixels, { solver, steps, stopAt }) { // → {frames, evaluat
   const grid = gridSteps(steps, horizon, config.num_fields);
   watch(0, 0);
   for (const [i, { phase, h, t }] of grid.entries()) {
+    const before = x;
     x = SOLVERS[solver](parts[phase], x, h);
     if (!x.every(Number.isFinite)) throw new Error(`The state is not finite after step ${i + 1} of ${steps}. Take more steps or another solver.`);
     watch(i + 1 < grid.length ? t + h : horizon, (grid[i + 1] ?? grid[i]).phase);
-    if (stopAt != null && i + 1 < grid.length && margin(frames[i + 1].logits) >= stopAt) { stopped = t + h; break; }
+    if (!stop || i + 1 === grid.length) continue;
+    const score = SCORES[stop.score]({ before, state: x, logitsBefore: frames[i].logits, logits: frames[i + 1].logits });
+    if (score >= stop.threshold) { stopped = t + h; break; }
   }
   return { frames, evaluations: count, milliseconds: performance.now() - began - watching, stopped };
 }

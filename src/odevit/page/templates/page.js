@@ -5,7 +5,13 @@ for (const root of document.querySelectorAll(".live")) {
   const { config, classes, examples } = payload, { image_size: side, num_channels: channels, horizon } = config;
   const still = matchMedia("(prefers-reduced-motion: reduce)"), dark = matchMedia("(prefers-color-scheme: dark)");
   const pictures = makePictures(root, payload), say = (text) => { $(".status").textContent = text; };
-  let runs = [], time = horizon, playing = null;
+  // the calibrated rule for stopping early, or a guess; the slider is even in log-odds, or in the logarithm of a size
+  const halting = payload.halting ?? { score: "margin", threshold: 0.9 }, share = ["margin", "confidence"].includes(halting.score);
+  let runs = [], time = horizon, playing = null, moved = false;
+  const threshold = () => {
+    const x = Number($(".threshold").value);
+    return !moved ? halting.threshold : share ? 1 / (1 + Math.exp(-x / 10)) : -(10 ** (x / 20));
+  };
   root.image = null; // {pixels, label, example, strokes, note}: what the model sees, and where it is from
 
   // --- the Worker: one image at a time, a newer one replaces those that wait ----------------------------------------------
@@ -33,9 +39,9 @@ for (const root of document.querySelectorAll(".live")) {
   async function compute(then = () => {}) {
     if (busy) { again = then; return; }
     busy = true;
-    const stopAt = $(".adaptive").checked ? Number($(".threshold").value) : null;
-    const wanted = [{ solver: $(".solver").value, steps: Number($(".steps").value), stopAt }];
-    if ($(".other").value) wanted.push({ solver: $(".other").value, steps: Number($(".other-steps").value), stopAt: null });
+    const stop = $(".adaptive").checked ? { score: halting.score, threshold: threshold() } : null;
+    const wanted = [{ solver: $(".solver").value, steps: Number($(".steps").value), stop }];
+    if ($(".other").value) wanted.push({ solver: $(".other").value, steps: Number($(".other-steps").value), stop: null });
     try {
       const results = [];
       for (const options of wanted) results.push({ ...(await root.run(root.image.pixels, options)), options });
@@ -154,11 +160,14 @@ for (const root of document.querySelectorAll(".live")) {
     $(solver).onchange = () => { bound(); $(".beside").hidden = !$(".other").value; compute(); };
     $(steps).oninput = () => { bound(); compute(); };
   }
-  const lead = () => { $(".lead").textContent = percent(Number($(".threshold").value)); };
-  $(".threshold").value = payload.halting?.threshold ?? 0.9;
+  const rules = { margin: "when ahead by", confidence: "when sure to", change: "logits move under", velocity: "it moves under" };
+  $(".sure label").textContent = rules[halting.score];
+  const odds = (p) => 10 * Math.log(p / (1 - p));
+  $(".threshold").value = Math.round(share ? odds(halting.threshold) : 20 * Math.log10(-halting.threshold));
+  const lead = () => { $(".lead").textContent = share ? percent(threshold()) : (-threshold()).toPrecision(2); };
   lead();
   $(".adaptive").onchange = () => { $(".sure").hidden = !$(".adaptive").checked; compute(); };
-  $(".threshold").oninput = () => { lead(); compute(); };
+  $(".threshold").oninput = () => { moved = true; lead(); compute(); };
   for (let head = 1; head <= config.num_attention_heads; head++) {
     const figure = $(".heads").appendChild(element("figure"));
     figure.append(element("canvas", null, { width: 160, height: 160, role: "img", "aria-label": `Attention of CLS, head ${head}` }));

@@ -8,8 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from page.browsing import DESKTOP, PHONE, needs_browser, run_in_torch, running_browser, visited
-from page.test_flow import small_model
+from page.browsing import DESKTOP, PHONE, needs_browser, run_in_torch, running_browser, small_model, visited
 from PIL import Image
 
 from odevit.analysis import Finding
@@ -176,7 +175,7 @@ def test_solvers_and_steps_are_counted_and_stand_side_by_side(browser, address, 
 def test_stopping_early_shows_when_and_saves_evaluations(browser, address):
     with visited(browser, address, reduced_motion="reduce") as page:
         page.get_by_label("Stop early").check()
-        page.get_by_label("when ahead by").fill("0.05")
+        page.get_by_label("when ahead by").fill("-35")  # log-odds: 3 %
         page.locator(".cost td", has_text="step").wait_for()
         step = int(re.search(r"step (\d) of 6", page.locator(".cost").inner_text()).group(1))
         assert 1 <= step < 6
