@@ -43,7 +43,8 @@ def run(command: list[str], home: Path, seconds: int = 280) -> str:
 def test_there_is_something_to_test():
     assert len(SNIPPETS) == 2
     assert COMMANDS[:2] == ["make quickstart", "make test"]
-    assert {command.split()[1] for command in COMMANDS[2:]} == {"info", "train", "eval", "distill", "analyze", "audit"}
+    verbs = {command.split()[1] for command in COMMANDS[2:]}
+    assert verbs == {"info", "train", "eval", "distill", "analyze", "audit", "page"}
 
 
 def test_the_file_tree_is_the_house():
@@ -103,8 +104,10 @@ def test_the_quickstarts_report_in_a_real_browser(home, size):
         page = browser.new_page(viewport={"width": size[0], "height": size[1]})
         page.on("console", lambda message: message.type == "error" and troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda r: r.url.startswith(("file:", "data:")) or troubles.append(f"request to {r.url}"))
+        page.on("request", lambda r: r.url.startswith(("file:", "data:", "blob:")) or troubles.append(r.url))
         page.goto((home / "runs/quickstart/report.html").as_uri())
+        page.locator(".live .status", has_text="Answer: ").wait_for(timeout=60_000)  # the model runs in the report
+        assert page.locator(".live .picture").bounding_box()["y"] < size[1] / 3  # a picture on the first screen
         figures = page.locator(".frame > svg, .frame img, .frame canvas").all()
         boxes = [(figure.scroll_into_view_if_needed(), figure.bounding_box())[1] for figure in figures]
         width = page.evaluate("document.documentElement.scrollWidth")
