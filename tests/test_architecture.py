@@ -21,7 +21,7 @@ FLOORS = (
     ("distill",),
     ("recipe",),
     ("analysis",),
-    ("page", "export"),
+    ("page", "export", "timm"),
     ("commands",),
     ("__main__", "odevit_cli"),
 )

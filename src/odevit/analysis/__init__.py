@@ -30,6 +30,7 @@ MODULES: tuple[str, ...] = (
     "robustness",
     "attention",
     "trajectory",
+    "dense",
     "error_bound",
 )
 

@@ -15,8 +15,9 @@ from odevit.export.graphs import label_names
 from odevit.model.model import OdeViTForImageClassification
 
 CONFIGURATION, MODELING, PROCESSING = "configuration_odevit", "modeling_odevit", "image_processing_odevit"
+BACKBONE = "backbone_odevit"
 RENAMED = {"odevit.model.config": CONFIGURATION, "odevit.model.model": MODELING}
-RENAMED |= {"odevit.model.image_processor": PROCESSING}
+RENAMED |= {"odevit.model.image_processor": PROCESSING, "odevit.model.backbone": BACKBONE}
 OURS = re.compile(r"^from (odevit(?:\.\w+)+) import", re.MULTILINE)
 
 CARD = """---
@@ -59,6 +60,7 @@ def write_hub_folder(model: OdeViTForImageClassification, folder: Path, license:
     classes = {
         "AutoConfig": f"{CONFIGURATION}.OdeViTConfig",
         "AutoModel": f"{MODELING}.OdeViTModel",
+        "AutoBackbone": f"{BACKBONE}.OdeViTBackbone",
         "AutoModelForImageClassification": f"{MODELING}.OdeViTForImageClassification",
     }
     _add(folder / "config.json", auto_map=classes)

@@ -1,5 +1,6 @@
 """The ODE-ViT itself: torch and transformers, nothing else."""
 
+from odevit.model.backbone import OdeViTBackbone
 from odevit.model.config import PRESETS, OdeViTConfig
 from odevit.model.field import VectorField
 from odevit.model.model import OdeViTForImageClassification, OdeViTModel
@@ -9,6 +10,7 @@ __all__ = [
     "PRESETS",
     "SOLVERS",
     "NonFiniteStateError",
+    "OdeViTBackbone",
     "OdeViTConfig",
     "OdeViTForImageClassification",
     "OdeViTModel",

@@ -4,6 +4,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.backbone_utils import BackboneConfigMixin
 
 from odevit.model.contractive import check_steps
 from odevit.model.field import FIELDS
@@ -14,7 +15,7 @@ FORMAT_VERSION = 2  # raised when an older odevit could no longer read a newer c
 
 
 @strict
-class OdeViTConfig(PreTrainedConfig):
+class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     """Configuration of an ODE-ViT.
 
     image_size, patch_size, num_channels: what the tokenizer expects.
@@ -38,6 +39,8 @@ class OdeViTConfig(PreTrainedConfig):
     dropout, drop_path: rates, active in training only.
     spectral_cap: None, or the largest spectral norm that any matrix of the field may ever have.
     meeting_times: times at which a distilled student met its teacher's layers.
+    feature_times: times of a backbone's feature maps beside t = 0, increasing; None: every step of the solver.
+    out_features, out_indices: which of them a backbone returns; None: the last.
     image_mean, image_std: normalisation of the input, per channel; written into the image processor on saving.
     halting: the calibrated rule for stopping early that `odevit calibrate` found, and what it is for.
     """
@@ -70,6 +73,9 @@ class OdeViTConfig(PreTrainedConfig):
     drop_path: float | int = 0.0
     spectral_cap: float | int | None = None
     meeting_times: list[float] | None = None
+    feature_times: list[float] | None = None
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
     image_mean: list[float] | None = None
     image_std: list[float] | None = None
     halting: dict[str, Any] | None = None
@@ -109,7 +115,18 @@ class OdeViTConfig(PreTrainedConfig):
                 f"patch_size must divide image_size: {self.patch_size} does not divide {self.image_size}; "
                 f"use image_size={round(self.image_size / self.patch_size) * self.patch_size or self.patch_size}"
             )
+        self._check_feature_times()
+        features, indices = kwargs.pop("out_features", None), kwargs.pop("out_indices", None)
+        if features is not None or indices is not None:
+            self.set_output_features_output_indices(features, indices)
         super().__post_init__(**kwargs)
+
+    def _check_feature_times(self) -> None:
+        times = self.feature_times
+        if times is not None and (
+            not times or sorted(set(times)) != times or times[0] <= 0 or times[-1] > self.horizon
+        ):
+            raise ValueError(f"feature_times must increase within (0, {self.horizon:g}], got {times}")
 
     def _check_numbers(self) -> None:
         positive = ("image_size", "patch_size", "num_channels", "hidden_size", "num_attention_heads", "mlp_ratio")
@@ -137,6 +154,20 @@ class OdeViTConfig(PreTrainedConfig):
                     f"a contractive field has no {name}, got {name}={getattr(self, name)!r}: leave it out (its norms "
                     "are held and its bias is there in any case)"
                 )
+
+    @property
+    def stage_times(self) -> list[float]:
+        """Times of a backbone's feature maps, 0 first."""
+        return [0.0, *(self.feature_times or Grid(self.num_steps, float(self.horizon), self.num_fields).times()[1:])]
+
+    @property
+    def stage_names(self) -> list[str]:
+        """What a backbone calls them: stem, t=0.25, …"""
+        return ["stem", *(f"t={time:g}" for time in self.stage_times[1:])]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without out_indices: they follow from out_features, and mean something else at another number of steps."""
+        return {**super().to_dict(), "out_indices": None}
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -169,7 +200,7 @@ class OdeViTConfig(PreTrainedConfig):
 
 def own_fields() -> list[str]:
     """The fields that belong to an ODE-ViT, without those every Hugging Face config has."""
-    return [*(name for name in OdeViTConfig.__annotations__), "num_labels"]
+    return [*(name for name in OdeViTConfig.__annotations__ if not name.startswith("_")), "num_labels"]
 
 
 _PAPER: dict[str, Any] = dict(
