@@ -1,0 +1,129 @@
+"""What timm's own model tests check, on every ODE-ViT that timm knows."""
+
+import pytest
+import torch
+from problems import perturbed_model, tiny_images
+
+timm = pytest.importorskip("timm", reason="timm is an optional extra")
+pytest.importorskip("torchvision.models", reason="torchvision is needed by timm")
+
+import odevit.timm  # noqa: E402
+from odevit.model.layers import ATTENTIONS, MIXINGS, POOLS, TOKENIZERS  # noqa: E402
+from odevit.timm import register, to_timm  # noqa: E402
+
+NAMES = [name for name in timm.list_models("odevit_*") if "paper" not in name]
+EVERY = timm.list_models("odevit_*")
+TINY = {
+    "image_size": 16, "patch_size": 4, "hidden_size": 32, "num_attention_heads": 2, "mlp_ratio": 2, "depth": 3,
+    "num_steps": 4, "num_registers": 2, "num_labels": 5,
+}  # fmt: skip
+for tokenizer, pool, attention, mixing in zip(TOKENIZERS, POOLS, ATTENTIONS, [*MIXINGS, "none"], strict=True):
+    kinds = {"tokenizer": tokenizer, "pool": pool, "attention": attention, "mixing": mixing}
+    register(f"odevit_test_{tokenizer}", {**TINY, **kinds})
+    NAMES.append(f"odevit_test_{tokenizer}")
+
+
+def inputs(model, batch=2):
+    return torch.randn(batch, *model.default_cfg["input_size"], generator=torch.Generator().manual_seed(0))
+
+
+def test_every_preset_is_registered():
+    assert {f"odevit_{name.replace('-', '_')}" for name in odevit.timm.PRESETS} <= set(EVERY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_backward_and_config(name):
+    model = timm.create_model(name, num_classes=42).train()
+    images = inputs(model)
+    model(images).square().mean().backward()
+    assert [key for key, p in model.named_parameters() if p.grad is None] == []
+    state, cfg = model.state_dict(), model.default_cfg
+    assert cfg["classifier"] + ".weight" in state
+    assert cfg["first_conv"] + ".weight" in state
+    model.eval()
+    with torch.no_grad():
+        output = model(images)
+        assert output.shape == (2, 42)
+        assert torch.isfinite(output).all()
+        features = model.forward_features(images)
+        assert features.shape[-1] == model.num_features
+        assert torch.equal(model.forward_head(features), output)
+        pooled = model.forward_head(features, pre_logits=True)
+        assert torch.allclose(model.get_classifier()(pooled), output, atol=1e-5)
+        model.reset_classifier(0)
+        assert torch.equal(model(images), pooled)
+        model.reset_classifier(0, "")
+        assert torch.equal(model(images), features)
+        model.reset_classifier(7, "mean")
+        assert model(images).shape == (2, 7)
+        assert model.num_classes == 7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_intermediates_and_features(name):
+    model = timm.create_model(name).eval()
+    images = inputs(model)
+    patch, steps = model.config.patch_size, model.config.num_steps
+    side = images.shape[-1] // patch
+    with torch.no_grad():
+        final, maps = model.forward_intermediates(images)
+        assert torch.equal(final, model.forward_features(images))
+        assert len(maps) == steps
+        assert {tuple(m.shape) for m in maps} == {(2, model.num_features, side, side)}
+        early = model.forward_intermediates(images, indices=[0, 1], stop_early=True, intermediates_only=True)
+        assert all(torch.equal(a, b) for a, b in zip(early, maps, strict=False))
+        tokens = model.forward_intermediates(
+            images, indices=1, return_prefix_tokens=True, norm=True, output_fmt="NLC", intermediates_only=True
+        )
+        assert torch.equal(torch.cat(tokens[0][::-1], dim=1), final[:, : 1 + side * side])
+        named = model.forward_intermediates(images, output_dict=True, return_prefix_tokens=True)
+        assert set(named) == {"image_features", "image_intermediates", "image_intermediates_prefix"}
+        features = timm.create_model(name, features_only=True, out_indices=(0, 2)).eval()
+        features.load_state_dict({f"model.{k}": v for k, v in model.state_dict().items()}, strict=False)
+        assert features.feature_info.channels() == [model.num_features] * 2
+        assert features.feature_info.reduction() == [patch] * 2
+        for ours, theirs in zip((maps[0], maps[2]), features(images), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "test" in name])
+def test_export_checkpointing_and_other_sizes(name):
+    model = timm.create_model(name).eval()
+    images = inputs(model)
+    with torch.no_grad():
+        expected = model(images)
+        assert torch.allclose(torch.export.export(model, (images,)).module()(images), expected, atol=1e-5)
+    model.set_grad_checkpointing()
+    model.train()(images).sum().backward()
+    assert model.flow.gradient_checkpointing
+    model.set_input_size((24, 24))
+    assert model.eval()(torch.randn(1, 3, 24, 24)).shape == (1, 5)
+    assert timm.create_model(name, img_size=24, in_chans=1)(torch.randn(2, 1, 24, 24)).shape == (2, 5)
+    with pytest.raises(ValueError, match="square"):
+        model.set_input_size((24, 16))
+    with pytest.raises(ValueError, match="global_pool must be '' or one of cls"):
+        model.reset_classifier(3, "avg")
+
+
+def test_weights_of_a_folder_come_with_pretrained(tmp_path):
+    ours = perturbed_model(tokenizer="conv", pool="sequence", image_mean=[0.1] * 3, image_std=[0.2] * 3).eval()
+    ours.save_pretrained(tmp_path)
+    register("odevit_test_folder", {}, tmp_path)
+    model = timm.create_model("odevit_test_folder", pretrained=True).eval()
+    images = tiny_images(2)
+    with torch.no_grad():
+        assert torch.equal(model(images), ours(images).logits)
+        assert torch.equal(to_timm(ours)(images), ours(images).logits)
+    assert timm.data.resolve_model_data_config(model)["mean"] == (0.1, 0.1, 0.1)
+    other = timm.create_model("odevit_test_folder", pretrained=True, num_classes=3, in_chans=1)
+    assert other(torch.randn(2, 1, 16, 16)).shape == (2, 3)
+    assert torch.equal(other.flow.positions, model.flow.positions)
+    assert timm.is_model_pretrained("odevit_test_folder")
+    assert not timm.is_model_pretrained("odevit_cifar_tiny")
+
+
+def test_a_preset_without_weights_says_so():
+    with pytest.raises(RuntimeError, match=r"[Nn]o pretrained weights"):
+        timm.create_model("odevit_cifar_nano", pretrained=True)
+    with pytest.raises(TypeError, match="unknown field widht"):
+        timm.create_model("odevit_cifar_nano", widht=3)
