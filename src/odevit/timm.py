@@ -1,7 +1,8 @@
 """ODE-ViTs in timm: `import odevit.timm`, then `timm.create_model("odevit_cifar_tiny")`.
 
-Every preset is registered as `odevit_…`; `register(name, fields, folder)` adds one more, with weights when a folder of
-`save_pretrained` is given. Stages of `forward_intermediates` and `features_only` are the steps of the solver.
+Every preset and every model of the zoo is registered as `odevit_…`; `register(name, fields, folder)` adds one more,
+with weights when a folder of `save_pretrained` is given. Stages of `forward_intermediates`
+and of `features_only` are the steps of the solver.
 """
 
 import json
@@ -18,6 +19,7 @@ from odevit.model.config import PRESETS, OdeViTConfig, own_fields
 from odevit.model.layers import NORMS, POOLS
 from odevit.model.model import OdeViTForImageClassification, OdeViTModel
 from odevit.model.solvers import Grid
+from odevit.shipped import names, zoo
 
 default_cfgs: dict[str, Any] = {}  # timm reads it at registration
 
@@ -189,6 +191,8 @@ def register(name: str, fields: dict[str, Any], folder: str | Path | None = None
 
 for preset, preset_fields in PRESETS.items():
     register(f"odevit_{preset.replace('-', '_')}", preset_fields)
+for shipped in names():
+    register(f"odevit_{shipped.replace('-', '_')}", {}, zoo(shipped))
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """What timm's own model tests check, on every ODE-ViT that timm knows."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from problems import perturbed_model, tiny_images
@@ -17,10 +19,12 @@ TINY = {
     "image_size": 16, "patch_size": 4, "hidden_size": 32, "num_attention_heads": 2, "mlp_ratio": 2, "depth": 3,
     "num_steps": 4, "num_registers": 2, "num_labels": 5,
 }  # fmt: skip
-for tokenizer, pool, attention, mixing in zip(TOKENIZERS, POOLS, ATTENTIONS, [*MIXINGS, "none"], strict=True):
+for tokenizer, pool, attention, mixing in zip(
+    cycle(TOKENIZERS), POOLS, cycle(ATTENTIONS), cycle(MIXINGS), strict=False
+):
     kinds = {"tokenizer": tokenizer, "pool": pool, "attention": attention, "mixing": mixing}
-    register(f"odevit_test_{tokenizer}", {**TINY, **kinds})
-    NAMES.append(f"odevit_test_{tokenizer}")
+    register(f"odevit_test_{pool}", {**TINY, **kinds})
+    NAMES.append(f"odevit_test_{pool}")
 
 
 def inputs(model, batch=2):

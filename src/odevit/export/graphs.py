@@ -68,7 +68,8 @@ def frozen(model: OdeViTForImageClassification) -> OdeViTForImageClassification:
     result = OdeViTForImageClassification(config)
     state = dict(model.state_dict())
     for name, layer in model.named_modules():
-        if parametrize.is_parametrized(layer, "weight"):
+        folded = parametrize.is_parametrized(layer, "weight")
+        if folded and not parametrize.is_parametrized(result.get_submodule(name), "weight"):
             del state[f"{name}.parametrizations.weight.original"]
             state[f"{name}.weight"] = layer.weight
     result.load_state_dict(state)
