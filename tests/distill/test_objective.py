@@ -178,6 +178,30 @@ def test_student_in_place_of_the_teacher_has_no_loss(teacher_folder, data, tmp_p
     assert float(sum(terms.losses.values()).detach()) == pytest.approx(0, abs=1e-9)
 
 
+@torch.no_grad()
+def test_the_monitor_is_told_how_near_the_teacher_is(teacher_folder, data, tmp_path):
+    """Against the teacher's own logits and head, one decision plane at a time."""
+    student, objective = build(recipe_of(tmp_path, teacher_folder), data)
+    images = model_input(student.eval(), data.val.images[:5])
+    trace, head = objective.teacher.trace(images), objective.teacher.module.classifier.weight
+    ends = [
+        student.norm(x[:, 0]) for x in (student(images, output_hidden_states=True).hidden_states[-1], trace.states[-1])
+    ]
+    ratios = []
+    for mine, theirs, logits in zip(*ends, trace.logits, strict=True):
+        answer = int(logits.argmax())
+        planes = [(logits[answer] - logits[j]) / (head[answer] - head[j]).norm() for j in range(10) if j != answer]
+        ratios.append(float((mine - theirs).norm() / min(planes)))
+    seen = objective.watch(student, images)["distance_over_radius"]
+    assert (seen["median"], seen["largest"]) == pytest.approx((sorted(ratios)[2], max(ratios)), rel=1e-3)
+    objective.teacher.trace = lambda images: TeacherTrace(
+        student(images, output_hidden_states=True).hidden_states, None, None
+    )
+    assert objective.watch(student, images)["distance_over_radius"]["largest"] < 1e-5
+    student.config.pool = "mean"
+    assert objective.watch(student, images) == {}  # the teacher's head reads CLS
+
+
 def distil(recipe, data, *, resume=False):
     """Only the training of `commands.distill.distill_recipe`."""
     claim = claim_run(recipe, resume=resume)
@@ -243,6 +267,16 @@ def test_a_line_of_the_log_across_two_phases_divides_each_loss_by_the_steps_that
         had = [step["losses"][name] for step in steps if name in step["losses"]]
         assert value == pytest.approx(sum(had) / len(had), rel=1e-5), name
     assert line["loss"] == pytest.approx(sum(step["loss"] for step in steps) / 5, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_monitored_run_writes_and_draws_the_distance(teacher_folder, data, tmp_path):
+    recipe = recipe_of(tmp_path, teacher_folder, optim={"steps": 3}, cache="cls")
+    recipe.loop.monitor_every = 1
+    distil(recipe, data)
+    looks = [r for r in read_metrics(tmp_path) if r["kind"] == "monitor"]
+    assert [r["step"] for r in looks] == [1, 2, 3]
+    assert all(0 < r["distance_over_radius"]["median"] <= r["distance_over_radius"]["largest"] for r in looks)
 
 
 @pytest.mark.slow

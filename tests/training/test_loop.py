@@ -24,7 +24,7 @@ from odevit.training.evaluation import evaluate, model_input
 from odevit.training.integration import Integration
 from odevit.training.loop import TrainingDivergedError
 from odevit.training.objectives import Classification, Terms, transport_cost
-from odevit.training.runlog import read_metrics
+from odevit.training.runlog import monitor_seconds, read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +200,8 @@ def test_compile_is_asked_of_each_field(tmp_path, data, monkeypatch):
 
 
 @pytest.mark.slow
-def test_monitors_and_tensorboard(tmp_path, data):
-    pytest.importorskip("tensorboard")
+def test_monitors_and_tensorboard(tmp_path, data, capsys):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     train_recipe(
         tiny_recipe(tmp_path / "a", optim={"steps": 4}, loop={"monitor_every": 2, "tensorboard": True}),
         data=data,
@@ -218,7 +218,19 @@ def test_monitors_and_tensorboard(tmp_path, data):
     assert monitored[0]["sigma_max"]["largest"] >= 1 - 1e-3
     assert monitored[0]["spectral_norms"]["odevit.fields.0.mlp.w1"] == pytest.approx(1, abs=0.1)  # spectral init
     assert [r for r in records if r["kind"] != "monitor"] == read_metrics(tmp_path / "b")  # looking changes nothing
-    assert list((tmp_path / "a" / "tensorboard").glob("events*"))
+    costs = monitor_seconds(tmp_path / "a")
+    assert len(costs) == 2
+    assert min(costs) > 0
+    told = capsys.readouterr().err
+    assert f"monitors: 2 looks, {sum(costs):.1f} s of" in told
+    assert f"σ_max {monitored[0]['sigma_max']['median']:.2g}" in told
+    accumulated = event_accumulator.EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
+    for name in ("g1", "map_norm", "field_bound", "field_norm", "sigma_max"):
+        for kind in ("median", "largest"):
+            events = accumulated.Scalars(f"monitor/{name}/{kind}")
+            assert [event.step for event in events] == [2, 4]
+            assert [event.value for event in events] == pytest.approx([r[name][kind] for r in monitored])
+    assert "monitor/spectral_norms/odevit.fields.0.mlp.w1" in accumulated.Tags()["scalars"]
 
 
 # --- when it goes wrong -----------------------------------------------------------------------------------------------

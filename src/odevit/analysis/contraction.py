@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
 from odevit.analysis import Finding, Study, register_analysis
-from odevit.dynamics.arrival import contraction_radius
+from odevit.dynamics.arrival import distance_and_radius
 from odevit.teachers.answerer import Answerer
 
 if TYPE_CHECKING:
@@ -84,13 +84,9 @@ def _compare(student: Any, teacher: Any, parts: Any, images: Tensor) -> tuple[di
         if trace.logits is None:
             raise ValueError(f"{note}, and the teacher has no classifier of its own: there is nothing to compare")
         return {"student_answers": mine.argmax(1), "teacher_answers": trace.logits.argmax(1)}, note
-    values = {
-        "student_answers": mine.argmax(1),
-        "teacher_answers": theirs.argmax(1),
-        "distances": torch.linalg.vector_norm(read_out - student.norm(target).double(), dim=1),
-        "radii": contraction_radius(theirs, student.classifier.weight.double()),
-    }
-    return values, note
+    distances, radii = distance_and_radius(student, state, target)
+    answers = {"student_answers": mine.argmax(1), "teacher_answers": theirs.argmax(1)}
+    return {**answers, "distances": distances, "radii": radii}, note
 
 
 def read(cls: Tensor, norm: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:

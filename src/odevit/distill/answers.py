@@ -34,6 +34,9 @@ class AnswerDistillation:
     def stage(self, progress: float) -> str:
         return "answers"
 
+    def watch(self, model: Any, images: Tensor) -> dict[str, Any]:
+        return {}
+
     def __call__(
         self, model: Any, images: Tensor, targets: Tensor, indices: Tensor, *, progress: float, integration: Integration
     ) -> Terms:

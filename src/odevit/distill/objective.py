@@ -29,6 +29,8 @@ from odevit.distill.meeting import (
     unroll,
 )
 from odevit.distill.student import student_of
+from odevit.dynamics.arrival import distance_and_radius
+from odevit.dynamics.monitor import spread
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import SOLVERS
 from odevit.teachers.teacher import Teacher, TeacherTrace, load_teacher
@@ -286,6 +288,18 @@ class Distillation:
         )
         losses = {name: weight * LOSSES[name](meeting) for name, weight in self.config.losses.items() if weight}
         return Terms(losses, meeting.logits, evaluations)
+
+    def watch(self, model: OdeViTForImageClassification, images: Tensor) -> dict[str, Any]:
+        """distance_over_radius: how far the student's last CLS state is from the teacher's, against the radius in which
+        the student's head cannot change its answer there. Below 1 the two agree for certain (with the teacher's head).
+        """
+        trace = self.teacher.to(images.device).trace(self.teacher.renormalise(images, model.config))
+        target = trace.states[-1][:, 0]
+        if model.config.pool != "cls" or target.shape[1] != model.classifier.weight.shape[1]:
+            return {}
+        state = model.odevit.evolve(model.odevit.embed(images)).xs[-1]
+        distance, radius = distance_and_radius(model, state, target)
+        return {"distance_over_radius": spread([distance / radius])}
 
     def observe(
         self, model: OdeViTForImageClassification, images: Tensor, indices: Tensor, attention: bool = False

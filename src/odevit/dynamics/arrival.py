@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from odevit.dynamics.bounds import attention_bound, mlp_bound
 from odevit.dynamics.certificate import attention_bounds, norm_derivatives_bound
@@ -80,6 +81,17 @@ def contraction_radius(logits: Tensor, head_weight: Tensor) -> Tensor:
     normal = torch.cdist(head_weight[None], head_weight[None], compute_mode="donot_use_mm_for_euclid_dist")[0]  # (C, C)
     radius = torch.where(margin > 0, margin / normal[answer], torch.zeros_like(margin))  # parallel planes: x / 0 = inf
     return radius.scatter(1, answer[:, None], torch.inf).min(dim=1).values
+
+
+def distance_and_radius(model: Any, state: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """‖norm(CLS of state) - norm(target)‖, and the radius around the latter in which the head cannot change its answer.
+
+    state (b, n, d), target (b, d) is a CLS state such as a teacher's last; both results (b,) in float64, so that the
+    head's rounding cannot contradict them. Below a ratio of 1, the model certainly answers as its head does on target.
+    """
+    goal, weight, bias = model.norm(target).double(), model.classifier.weight.double(), model.classifier.bias
+    logits = linear(goal, weight, None if bias is None else bias.double())
+    return torch.linalg.vector_norm(model.read_out(state).double() - goal, dim=1), contraction_radius(logits, weight)
 
 
 class Certified:

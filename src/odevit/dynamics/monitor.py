@@ -12,7 +12,8 @@ from odevit.dynamics.jacobian import jacobian_norm
 from odevit.model.solvers import Grid
 
 
-def _spread(values: list[Tensor]) -> dict[str, float]:
+def spread(values: list[Tensor]) -> dict[str, float]:
+    """Median and largest of all entries."""
     flat = torch.cat([value.flatten() for value in values])
     return {"median": float(flat.median()), "largest": float(flat.max())}
 
@@ -32,12 +33,12 @@ def flow_measures(model: Any, images: Tensor) -> dict[str, Any]:
         ends = [(base.fields[phases[k]], path[k]) for k in sorted({0, len(phases) - 1})]
         scale = float(config.horizon) / float(config.depth)
         record: dict[str, Any] = {
-            "g1": _spread([g(p).amax(dim=-1) for p in maps]),
-            "map_norm": _spread([torch.linalg.matrix_norm(p, ord=2) for p in maps]),
-            "field_norm": _spread([scale * jacobian_norm(field, x) for field, x in ends]),
+            "g1": spread([g(p).amax(dim=-1) for p in maps]),
+            "map_norm": spread([torch.linalg.matrix_norm(p, ord=2) for p in maps]),
+            "field_norm": spread([scale * jacobian_norm(field, x) for field, x in ends]),
         }
         if all(type(field.attention) in ATTENTION_BOUNDS for field, _ in ends):
-            record["field_bound"] = _spread([scale * field_bound(field, x) for field, x in ends])
+            record["field_bound"] = spread([scale * field_bound(field, x) for field, x in ends])
     exponents = model_exponents(model, images).value[:, 0]
-    record["sigma_max"] = _spread([(exponents * float(config.depth)).exp()])
+    record["sigma_max"] = spread([(exponents * float(config.depth)).exp()])
     return {**record, "lyapunov": exponents.tolist()}

@@ -70,7 +70,9 @@ class LoopConfig:
     # from anew at every optimiser step, so that the weights learn the flow and not one number of steps
     step_schedule: list[tuple[float, int | list[int | str]]] = field(default_factory=list)
     anytime: float = 0.0  # share of the optimiser steps in which the head reads the state at a random time in [T/2, T]
-    monitor_every: int = 0  # weights (an SVD each), attention, field and σ_max of the flow (≤ 80 products) of 4 images
+    # a look at the weights (an SVD each) and, for 4 images, attention, field, σ_max of the flow (≤ 80 products) and the
+    # distance to a teacher; timing.jsonl and the end of the run tell what the looks cost
+    monitor_every: int = 0
     tensorboard: bool = False
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from odevit.training import checkpoint as ckpt
 from odevit.training.claim import Claim, prepare_folder
 from odevit.training.classifiers import quiet_transformers, save_classifier
 from odevit.training.config import RunConfig
+from odevit.training.curve import draw_curve
 from odevit.training.evaluation import evaluate, model_input, monitors
 from odevit.training.integration import check_schedule, draw_integration
 from odevit.training.interruption import StopRequest, TrainingInterrupted, stop_request
@@ -36,7 +37,7 @@ from odevit.training.optim import (
     set_learning_rate,
 )
 from odevit.training.resume import load_run, save_run
-from odevit.training.runlog import RunLog, Window, draw_curve
+from odevit.training.runlog import RunLog, Window, monitor_seconds
 from odevit.training.sharding import check_shardable, gathered, load_model_state, shard_
 
 
@@ -120,6 +121,7 @@ class Run:
         self.window = Window()
         self.step, self.validated_at, self.saved_at, self.saved_step = 0, -1, 0.0, -1
         self.best: dict[str, Any] | None = None
+        self.monitored: dict[str, str] = {}  # the newest look at the flow, for the bar
         self.elapsed_before, self.began = 0.0, time.monotonic()
         torch.manual_seed(derive_seed(recipe.seed, "rank", accelerator.process_index))
 
@@ -246,7 +248,7 @@ class Run:
         shown |= {} if self.best is None else {"best val": f"{self.best['top1']:.2%}"}
         shown |= {"images/s": f"{speed:.0f}"}
         shown |= {} if status["evaluations"] is None else {"evaluations/image": f"{status['evaluations']}"}
-        self.log.show(progress, stage, shown)
+        self.log.show(progress, stage, shown | self.monitored)
 
     def evaluation_weights(self) -> Any:
         """A context in which the model holds the weights to evaluate and save: the averaged ones when they are on."""
@@ -272,8 +274,19 @@ class Run:
         self.window_began += self.elapsed - began  # the speed shown is that of training
 
     def monitor(self) -> None:
-        if self.accelerator.is_main_process:
-            self.log.metrics({"kind": "monitor", "step": self.step, **monitors(self.model, self.data.val)})
+        """Look at the flow of a few validation images; what that cost goes into timing.jsonl."""
+        if not self.accelerator.is_main_process:
+            return
+        began = self.elapsed
+        try:
+            record = monitors(self.model, self.data.val, self.objective.watch)
+        except NonFiniteStateError as error:
+            raise TrainingDivergedError(self.step, f"in a monitor, {error}", self.store.newest()) from error
+        self.log.metrics({"kind": "monitor", "step": self.step, **record})
+        self.log.timing({"step": self.step, "monitor_seconds": round(self.elapsed - began, 3)})
+        shown = {"sigma_max": "σ_max", "distance_over_radius": "distance/radius"}
+        self.monitored = {label: f"{record[name]['median']:.2g}" for name, label in shown.items() if name in record}
+        self.window_began += self.elapsed - began
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -319,6 +332,8 @@ class Run:
         self.write_model(self.folder / "model", metrics)
         if self.accelerator.is_main_process:
             draw_curve(self.folder)
+            if looks := monitor_seconds(self.folder):
+                self.log.say(f"monitors: {len(looks)} looks, {sum(looks):.1f} s of {seconds:.0f} s; see curve.png")
             write_file(self.folder / "result.json", json.dumps(metrics, indent=1))
         self.log.say(f"{split} top-1 {scores['top1']:.2%} after {self.step} steps, {seconds:.0f} s: {self.folder}")
         return Result(self.model.eval(), metrics, self.folder)

@@ -37,6 +37,10 @@ class Objective(Protocol):
         """The data to train on: as it is, unless the objective has prepared its own views of the images."""
         ...
 
+    def watch(self, model: Any, images: Tensor) -> dict[str, Any]:
+        """What only the objective can tell the monitor of these normalised images (b, c, S, S)."""
+        ...
+
 
 class Classification:
     """Cross-entropy with soft targets, plus penalties on the path of an ODE-ViT."""
@@ -49,6 +53,9 @@ class Classification:
 
     def training_data(self, data: Data) -> Data:
         return data
+
+    def watch(self, model: Any, images: Tensor) -> dict[str, Any]:
+        return {}
 
     def __call__(
         self, model: Any, images: Tensor, targets: Tensor, indices: Tensor, *, progress: float, integration: Integration

@@ -120,38 +120,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def draw_curve(folder: Path) -> Path:
-    """curve.png: training loss and validation accuracy by step, from metrics.jsonl."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    records = read_metrics(folder)
-    train = [r for r in records if r["kind"] == "train"]
-    val = [r for r in records if r["kind"] == "val"]
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, accuracy = figure.subplots(1, 2)
-    loss.plot([r["step"] for r in train], [r["loss"] for r in train], color="tab:blue", label="training")
-    loss.plot([r["step"] for r in val], [r["loss"] for r in val], "o-", color="tab:orange", label="validation")
-    loss.set(xlabel="step", ylabel="loss", title="Loss")
-    shown = [r for r in train if r["top1"] is not None]
-    scores = [100 * r["top1"] for r in val]
-    accuracy.plot(
-        [r["step"] for r in shown], [100 * r["top1"] for r in shown], color="tab:blue", alpha=0.6, label="training"
-    )
-    accuracy.plot(
-        [r["step"] for r in val], [100 * r["top1"] for r in val], "o-", color="tab:orange", label="validation"
-    )
-    if val:
-        label = f"best {max(scores):.2f} %"
-        accuracy.axhline(max(scores), color="tab:orange", linewidth=0.8, linestyle=":", label=label)
-    accuracy.set(xlabel="step", ylabel="top-1 accuracy (%)", title="Accuracy")
-    for axes in (loss, accuracy):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    path = folder / "curve.png"
-    figure.savefig(path, dpi=120)
-    return path
+def monitor_seconds(folder: Path) -> list[float]:
+    """What each look of the monitors cost, over all sittings."""
+    path = folder / TIMING
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [record["monitor_seconds"] for record in records if "monitor_seconds" in record]
 
 
 class Window:
