@@ -5,10 +5,10 @@ import pytest
 import torch
 from page.browsing import needs_browser, run_in_page, run_in_torch, running_browser, small_model, visited
 
-from odevit import OdeViTForImageClassification
+from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.data import DataConfig, load_data
 from odevit.model.solvers import SOLVERS
-from odevit.page import SCORES, check_size, half_precision, make_payload, write_page
+from odevit.page import SCORES, check_size, check_supported, half_precision, make_payload, write_page
 from odevit.training.evaluation import model_input
 
 pytestmark = needs_browser
@@ -59,6 +59,7 @@ VARIANTS: dict[str, dict] = {
     "pooling stem": {"tokenizer": "pooling", "image_size": 16, "patch_size": 4, "num_channels": 3},
     "sequence pooling": {"pool": "sequence", "num_registers": 2, "final_norm": "layer"},
     "mean pooling": {"pool": "mean", "num_registers": 2, "final_norm": "none"},
+    "root mean pooling": {"pool": "sqrt_mean", "num_registers": 1},
     "depthwise mixing": {"mixing": "depthwise", "num_registers": 2},
     "spectral cap": {"spectral_cap": 0.7},
     "one head, wide": {"num_attention_heads": 1, "hidden_size": 18, "mlp_ratio": 1.5},
@@ -147,6 +148,8 @@ def test_options_that_the_page_does_not_know_are_refused(monkeypatch):
     model.config.attention = "linear"
     with pytest.raises(ValueError, match=r"cannot run attention='linear' yet; it knows softmax, l2, sinkhorn"):
         make_payload(model, title="t", class_names=[str(k) for k in range(10)])
+    with pytest.raises(ValueError, match="cannot run a model with field='contractive' yet"):
+        check_supported(OdeViTConfig(field="contractive"))
     model = small_model()
     monkeypatch.setattr("odevit.page.NUMBERS", ("depth",))
     with pytest.raises(ValueError, match="cannot run a model with image_size=8 yet"):

@@ -38,7 +38,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "final_norm": ("center", "layer", "none"),
     "attention": ("softmax", "l2", "sinkhorn"),
     "mixing": ("none", "depthwise"),
-    "pool": ("cls", "sequence", "mean"),
+    "pool": ("cls", "sequence", "mean", "sqrt_mean"),
 }
 SCORES = ("margin", "confidence", "change", "velocity")  # of stopping early
 NUMBERS = (

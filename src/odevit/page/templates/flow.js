@@ -265,8 +265,9 @@ function readOut({ config, get }, x) { // what the linear head reads (d): CLS, t
   const { pool, hidden_size: d, num_registers } = config, n = pool === "cls" ? 1 : x.length / d - num_registers;
   const z = normalise(x.subarray(0, n * d), config.final_norm, config.layer_norm_eps, get("norm.weight"), get("norm.bias"));
   if (pool === "cls") return z;
-  const share = pool === "mean" ? new Float32Array(n) : linear(z, n, get("pool.score.weight"), get("pool.score.bias"));
-  softmaxRow(share, 0, n);
+  const share = pool === "sequence" ? linear(z, n, get("pool.score.weight"), get("pool.score.bias")) : new Float32Array(n);
+  softmaxRow(share, 0, n); // of zeros: a mean
+  if (pool === "sqrt_mean") scaled(share, Math.sqrt(n));
   return Float32Array.from({ length: d }, (_, k) => share.reduce((sum, p, i) => sum + p * z[i * d + k], 0));
 }
 
