@@ -128,7 +128,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_work(model, images, 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing-here", "unknown model 'nothing-here'.*quickstart"),
+        ("nothing-here", "unknown model 'nothing-here'.*zoo"),
         ("{images}", "holds no model"),
         ("{images}/0.png", "is a file; a model is a folder"),
     ],

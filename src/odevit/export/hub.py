@@ -18,7 +18,7 @@ CONFIGURATION, MODELING, PROCESSING = "configuration_odevit", "modeling_odevit",
 BACKBONE = "backbone_odevit"
 RENAMED = {"odevit.model.config": CONFIGURATION, "odevit.model.model": MODELING}
 RENAMED |= {"odevit.model.image_processor": PROCESSING, "odevit.model.backbone": BACKBONE}
-OURS = re.compile(r"^from (odevit(?:\.\w+)+) import", re.MULTILINE)
+OURS = re.compile(r"^([ \t]*)from (odevit(?:\.\w+)+) import", re.MULTILINE)
 
 CARD = """---
 library_name: transformers
@@ -79,8 +79,8 @@ def remote_code() -> dict[str, str]:
         name = _renamed(module)
         if name not in found:
             source = _without_odevit(Path(importlib.import_module(module).__file__).read_text())  # type: ignore[arg-type]
-            found[name] = OURS.sub(lambda match: f"from .{_renamed(match[1])} import", source)
-            wanted += [match[1] for match in OURS.finditer(source)]
+            found[name] = OURS.sub(lambda match: f"{match[1]}from .{_renamed(match[2])} import", source)
+            wanted += [match[2] for match in OURS.finditer(source)]
     return found
 
 
