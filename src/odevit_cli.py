@@ -26,6 +26,7 @@ VERBS: dict[str, str] = {
     "audit": "odevit.commands.audit:audit",
     "page": "odevit.commands.page:page",
     "zoo": "odevit.commands.zoo:zoo",
+    "plan": "odevit.commands.plan:plan",
 }  # verb → module:function
 
 app = typer.Typer(
@@ -199,6 +200,19 @@ def page(
 ) -> None:
     """One HTML file that runs the model in a browser: draw or drop an image, and watch it flow."""
     call("page", locals())
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `odevit recipes`) or a YAML file.")],
+    overrides: Overrides = None,
+    device_tflops: Annotated[float | None, typer.Option(help="Peak of the device it will run on.")] = None,
+    processes: Annotated[int, typer.Option(help="Processes (devices) of torchrun.")] = 1,
+    images: Annotated[int | None, typer.Option(help="Training images; default: the data set's own number.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What will this run cost? Parameters, arithmetic, memory, disk and hours, before it is started."""
+    call("plan", locals())
 
 
 @app.command()

@@ -1,0 +1,67 @@
+"""`odevit plan`: what a run will cost, before it is started."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odevit.commands.console import print_table
+from odevit.data import DataConfig, load_data
+from odevit.distill.plan import SOURCES, Source, make_plan
+from odevit.recipe import Recipe
+
+
+def plan(
+    recipe: str | Path,
+    overrides: Sequence[str] | None = None,
+    *,
+    device_tflops: float | None = None,
+    processes: int = 1,
+    images: int | None = None,
+    as_json: bool = False,
+) -> dict[str, Any]:
+    """Parameters, arithmetic, memory, cache and hours of a recipe, here and on a device of so many TFLOPS."""
+    if processes < 1 or (device_tflops is not None and device_tflops <= 0):
+        raise ValueError(f"processes and device_tflops must be positive, got {processes} and {device_tflops}")
+    loaded = Recipe.load(recipe, overrides or ())
+    source = find_source(loaded.data, images)
+    numbers = make_plan(loaded, source, processes=processes, tflops=device_tflops)
+    if as_json:
+        print(json.dumps({"recipe": str(recipe), "processes": processes, **numbers}))
+        return numbers
+    rows = {
+        "images": f"{numbers['images']:,}" + (f" × {numbers['views']} views" if numbers["views"] > 1 else ""),
+        "parameters (trained)": f"{numbers['parameters']:,} ({numbers['trainable']:,})",
+        "teacher's parameters": numbers["teacher_parameters"],
+        "multiply-accumulates, one image": f"{numbers['macs_per_image'] / 1e9:,.3f} G",
+        "multiply-accumulates, an epoch": f"{numbers['macs_per_epoch'] / 1e15:,.3f} P",
+        "memory of a process": f"{numbers['memory_per_process'] / 1e9:,.2f} GB",
+        "cache on disk": f"{numbers['cache'] / 1e9:,.1f} GB",
+        "images/s, measured here": f"{numbers['images_per_second_here']:,.0f}",
+        "hours here": _hours(numbers["hours_here"]),
+    }
+    if device_tflops is not None:
+        where = f"hours on {processes} × {device_tflops:g} TFLOPS, {numbers['utilisation']:.0%} used"
+        rows[where] = _hours(numbers["hours_there"])
+    print_table(f"Plan of {recipe}", {name: value for name, value in rows.items() if value is not None})
+    return numbers
+
+
+def find_source(config: DataConfig, images: int | None) -> Source:
+    """The size of a data set: from the table of known ones, or by opening what is here."""
+    known = SOURCES.get(config.name)
+    if known is None and Path(config.name).exists():
+        data = load_data(config)
+        side = int(data.train.fetch(torch.tensor([0]))[0].shape[-1])
+        known = Source(len(data.train), side, data.channels, len(data.class_names))
+    if known is None:
+        raise ValueError(
+            f"the size of {config.name!r} is not known: give a local folder, or one of {', '.join(SOURCES)}"
+        )
+    return known if images is None else known._replace(images=images)
+
+
+def _hours(value: float | None) -> str:
+    return "as the recipe says, by the clock" if value is None else f"{value:,.2f}"

@@ -1,0 +1,224 @@
+"""What a run will cost, before it is started: arithmetic, memory, disk and time, from the recipe alone.
+
+Works without the data and without the teacher: known names stand for their sizes, and random weights for trained ones.
+"""
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from odevit.data import Data
+from odevit.data.splits import MemorySplit
+from odevit.distill.student import student_of
+from odevit.dynamics.cost import count_macs, count_parameters
+from odevit.teachers.teacher import Teacher, load_teacher
+from odevit.training.classifiers import build_classifier
+from odevit.training.config import LoopConfig, OptimConfig
+from odevit.training.integration import parse_setting
+
+BACKWARD = 2  # a backward pass costs twice its forward pass: one product for the input, one for the weights
+BYTES = 4  # of a float32
+UTILISATION = 0.35  # of a device's peak that training of small ViTs reaches: our share of matrix rate is below it
+
+
+class Source(NamedTuple):
+    """A data set by its numbers."""
+
+    images: int
+    size: int
+    channels: int
+    classes: int
+
+
+SOURCES = {
+    "digits": Source(1_294, 8, 1, 10),
+    "uoft-cs/cifar10": Source(50_000, 32, 3, 10),
+    "uoft-cs/cifar100": Source(50_000, 32, 3, 100),
+    "clane9/imagenet-100": Source(126_689, 224, 3, 100),
+    "ILSVRC/imagenet-1k": Source(1_281_167, 224, 3, 1000),
+}
+
+# hub name → (class in transformers, fields that differ from its default config)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "facebook/dinov2-small": ("Dinov2", {"hidden_size": 384, "num_attention_heads": 6}),
+    "facebook/dinov2-base": ("Dinov2", {}),
+    "facebook/dinov2-large": ("Dinov2", {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 24}),
+    "google/vit-base-patch16-224": ("ViT", {}),
+    "facebook/dino-vitb16": ("ViT", {}),
+    "facebook/deit-tiny-patch16-224": (
+        "ViT", {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768},
+    ),
+}  # fmt: skip
+
+
+def stand_in_data(source: Source, size: int | None) -> Data:
+    """Two black images per class: all that building a model asks of a data set."""
+    side, count = size or source.size, 2 * source.classes
+    labels = torch.arange(count) % source.classes
+    split = MemorySplit(torch.zeros(count, source.channels, side, side, dtype=torch.uint8), labels, [])
+    names, middle = [str(i) for i in range(source.classes)], [0.5] * source.channels
+    return Data(split, split, split, names, middle, middle, source.channels)
+
+
+def stand_in_teacher(name: str, image_size: int | None, classes: int) -> Teacher:
+    """A teacher of a known architecture with random weights."""
+    import transformers
+
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"the teacher {name!r} is neither a folder here nor one whose size is known: {known}")
+    kind, fields = ARCHITECTURES[name]
+    config = getattr(transformers, f"{kind}Config")(**fields, num_labels=classes)
+    return load_teacher(getattr(transformers, f"{kind}ForImageClassification")(config), image_size=image_size)
+
+
+def schedule_shares(loop: LoopConfig) -> list[tuple[int | None, str | None, float]]:
+    """(K, solver, share of the optimiser steps) of every integration that training draws."""
+    if not loop.step_schedule:
+        return [(None, None, 1.0)]
+    begins = [begin for begin, _ in loop.step_schedule]
+    shares = []
+    for (begin, choices), end in zip(loop.step_schedule, [*begins[1:], 1.0], strict=True):
+        settings = choices if isinstance(choices, list) else [choices]
+        for setting in settings:
+            steps, solver, _ = parse_setting(setting)
+            shares.append((steps, solver, (end - begin) / len(settings)))
+    return shares
+
+
+def mean_macs(model: Any, loop: LoopConfig) -> float:
+    """Multiply-accumulates of one forward pass in training, averaged over the schedule of steps."""
+    return sum(
+        share * count_macs(model, num_steps=steps, solver=solver).total
+        for steps, solver, share in schedule_shares(loop)
+    )
+
+
+def activation_bytes(model: Any, images: Tensor, num_steps: int) -> float:
+    """Bytes that a forward pass keeps for the backward pass, per image; a tensor kept twice counts once."""
+    kept: dict[tuple[int, int], int] = {}
+    weights = {p.data_ptr() for p in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(images, **({"num_steps": num_steps} if hasattr(model, "odevit") else {}))
+        total = sum(kept.values())
+        output.logits.sum().backward()
+    model.zero_grad()
+    return total / len(images)
+
+
+def state_bytes(trainable: int, total: int, optim: OptimConfig) -> int:
+    """Weights, gradients, the optimiser's averages (Muon one, AdamW two) and averaged weights."""
+    moments = 1 if optim.name == "muon" else 2
+    return BYTES * (total + trainable * (1 + moments + (1 if optim.ema else 0)))
+
+
+def cache_bytes(recipe: Any, source: Source, student: Any, teacher: Teacher | None) -> int:
+    """Of the trajectory cache: images, answers (or their top k), states."""
+    config = recipe.distill
+    if config is None or config.cache == "none":
+        return 0
+    side = recipe.data.image_size or source.size
+    row = source.channels * side * side + 8 + BYTES * student.config.num_labels
+    if teacher is not None and config.cache in ("cls", "all"):
+        tokens = 1 if config.cache == "cls" else 1 + teacher.num_patches + teacher.extra_tokens
+        row += 2 * (teacher.depth + 1) * tokens * teacher.width
+    return row * source.images * config.cache_views
+
+
+def build_stand_ins(recipe: Any, source: Source) -> tuple[Any, Teacher | None]:
+    """Student and, where there is one, its teacher, as the recipe says, with random weights where none are at hand."""
+    data = stand_in_data(source, recipe.data.image_size)
+    if recipe.task != "distill":
+        return build_classifier(recipe.model, data, recipe.data), None
+    name, size = recipe.distill.teacher, recipe.data.image_size
+    here = Path(name).is_dir()
+    if recipe.distill.match == "answers":
+        known = here or name in ARCHITECTURES
+        teacher = _teacher(name, here, size, source.classes) if known else None
+        return build_classifier(recipe.model, data, recipe.data), teacher
+    teacher = _teacher(name, here, size, source.classes)
+    options = {**({"num_labels": source.classes} if not teacher.num_labels else {}), **recipe.model}
+    return student_of(teacher, freeze_head=recipe.distill.freeze_head, **options), teacher
+
+
+def _teacher(name: str, here: bool, size: int | None, classes: int) -> Teacher:
+    return load_teacher(name, image_size=size) if here else stand_in_teacher(name, size, classes)
+
+
+def epochs_of(optim: OptimConfig, images: int) -> float | None:
+    if optim.epochs is not None:
+        return optim.epochs
+    return None if optim.steps is None else optim.steps * optim.batch_size / images
+
+
+def make_plan(recipe: Any, source: Source, *, processes: int = 1, tflops: float | None = None) -> dict[str, Any]:
+    """All numbers of `odevit plan`."""
+    student, teacher = build_stand_ins(recipe, source)
+    parameters, config = count_parameters(student), student.config
+    forward = mean_macs(student, recipe.loop)
+    online = teacher is not None and recipe.distill.cache == "none"
+    teacher_macs = 0 if teacher is None else count_macs(
+        teacher.module, shape=(teacher.num_channels, teacher.image_size, teacher.image_size)
+    ).total  # fmt: skip
+    factor = 1 + BACKWARD + (1 if recipe.loop.recompute else 0)
+    views = recipe.distill.cache_views if recipe.distill is not None and recipe.distill.cache != "none" else 1
+    per_image = factor * forward + (teacher_macs if online else 0)
+    rows = source.images * views
+    epochs = epochs_of(recipe.optim, rows)
+    largest = max(steps or getattr(config, "num_steps", 1) for steps, _, _ in schedule_shares(recipe.loop))
+    probe = torch.zeros(2, config.num_channels, config.image_size, config.image_size)
+    activations = activation_bytes(student.train(), probe, largest)
+    if recipe.loop.recompute:
+        activations /= largest
+    batch = -(-recipe.optim.batch_size // (processes * recipe.optim.accumulate))
+    teacher_bytes = 0 if teacher is None else BYTES * sum(p.numel() for p in teacher.parameters())
+    states = state_bytes(parameters["trainable"], parameters["total"], recipe.optim)
+    speed = images_per_second(student, teacher if online else None, recipe)
+    caching = 0 if recipe.distill is None or recipe.distill.cache == "none" else rows * teacher_macs
+    total = None if epochs is None else epochs * rows * per_image + caching
+    there = None if tflops is None or total is None else 2 * total / (tflops * 1e12 * UTILISATION * processes) / 3600
+    return {
+        "images": source.images,
+        "views": views,
+        "epochs": epochs,
+        "parameters": parameters["total"],
+        "trainable": parameters["trainable"],
+        "teacher_parameters": None if teacher is None else sum(p.numel() for p in teacher.parameters()),
+        "macs_per_image": per_image,
+        "macs_per_epoch": per_image * rows,
+        "macs_in_all": total,
+        "memory_per_process": states + activations * batch + teacher_bytes,
+        "cache": cache_bytes(recipe, source, student, teacher),
+        "images_per_second_here": speed,
+        "hours_here": None if epochs is None else epochs * rows / speed / 3600,
+        "hours_there": there,
+        "utilisation": UTILISATION,
+    }
+
+
+def images_per_second(student: Any, teacher: Teacher | None, recipe: Any, seconds: float = 3.0) -> float:
+    """Forward and backward passes on this machine, with the teacher where it runs online, for a few seconds."""
+    config, count = student.config, min(recipe.optim.batch_size, 32)
+    images = torch.randn(count, config.num_channels, config.image_size, config.image_size)
+    settings = [
+        {name: value for name, value in (("num_steps", steps), ("solver", solver)) if value is not None}
+        for steps, solver, _ in schedule_shares(recipe.loop)
+    ]
+    done, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds or done < len(settings):
+        student(images, **settings[done % len(settings)]).logits.square().sum().backward()
+        student.zero_grad()
+        if teacher is not None:
+            teacher.answer(torch.randn(count, teacher.num_channels, teacher.image_size, teacher.image_size))
+        done += 1
+    return done * count / (time.perf_counter() - began)

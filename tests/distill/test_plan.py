@@ -1,0 +1,94 @@
+"""What `odevit plan` says, against what a run really does."""
+
+import json
+
+import pytest
+import torch
+from tiny_runs import tiny_recipe
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit.commands.plan import plan
+from odevit.commands.train import train_recipe
+from odevit.data import load_data
+from odevit.distill.plan import (
+    SOURCES,
+    activation_bytes,
+    make_plan,
+    mean_macs,
+    schedule_shares,
+    stand_in_teacher,
+    state_bytes,
+)
+from odevit.dynamics.cost import count_macs
+from odevit.training.config import LoopConfig, OptimConfig
+
+
+def tiny():
+    return OdeViTForImageClassification(
+        OdeViTConfig(image_size=8, patch_size=2, num_channels=1, hidden_size=16, num_attention_heads=2, num_steps=3)
+    )
+
+
+def test_the_schedule_is_weighted_by_its_share_of_the_steps():
+    loop = LoopConfig(step_schedule=[(0.0, 2), (0.25, [4, 6, "heun 3"])])
+    assert schedule_shares(loop) == [(2, None, 0.25), (4, None, 0.25), (6, None, 0.25), (3, "heun", 0.25)]
+    model = tiny()
+    settings = [(2, "euler"), (4, "euler"), (6, "euler"), (3, "heun")]
+    expected = sum(count_macs(model, num_steps=k, solver=s).total for k, s in settings) / 4
+    assert mean_macs(model, loop) == pytest.approx(expected)
+    assert mean_macs(model, LoopConfig()) == count_macs(model).total
+
+
+def test_a_training_step_costs_three_forward_passes():
+    """Counted by torch: forward and backward of the whole model."""
+    model, images = tiny().train(), torch.randn(4, 1, 8, 8)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(images).logits.sum().backward()
+    assert counter.get_total_flops() / 2 / 4 == pytest.approx(3 * count_macs(model).total, rel=0.1)
+
+
+def test_kept_activations_grow_with_steps_and_leave_out_the_weights():
+    model, images = tiny().train(), torch.randn(2, 1, 8, 8)
+    two, four, eight = (activation_bytes(model, images, k) for k in (2, 4, 8))
+    assert eight - four == pytest.approx(2 * (four - two), rel=0.05)
+    state = 4 * 17 * 16  # one state of one image in bytes
+    assert 10 * state < (four - two) / 2 < 60 * state
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_state_of_the_optimisers():
+    adamw, muon = OptimConfig(steps=1), OptimConfig(steps=1, name="muon", ema=0.9)
+    assert state_bytes(10, 100, adamw) == 4 * (100 + 10 * 3)
+    assert state_bytes(10, 100, muon) == 4 * (100 + 10 * 3)
+
+
+def test_a_plan_of_a_run_that_then_happens(tmp_path):
+    recipe = tiny_recipe(tmp_path / "run", data={"limit": None})
+    numbers = make_plan(recipe, SOURCES["digits"])
+    result = train_recipe(recipe, progress_bar=False)
+    assert numbers["images"] == len(load_data(recipe.data).train)
+    assert numbers["parameters"] == result.metrics["parameters"]
+    assert numbers["epochs"] == pytest.approx(result.metrics["epochs"], rel=0.03)
+    assert numbers["images_per_second_here"] > 0
+    assert numbers["cache"] == 0
+
+
+@pytest.mark.slow
+def test_imagenet_with_dinov2_base_is_planned_without_either(capsys):
+    numbers = plan("imagenet/dinov2-base", device_tflops=300, processes=8, as_json=True)
+    assert json.loads(capsys.readouterr().out)["processes"] == 8
+    assert numbers["teacher_parameters"] == pytest.approx(86.6e6, rel=0.03)
+    assert numbers["macs_per_image"] > 23e9 * 0.9  # the teacher alone: 256 tokens through 12 blocks of width 768
+    half = plan("imagenet/dinov2-base", device_tflops=300, processes=16, as_json=True)
+    assert half["hours_there"] == pytest.approx(numbers["hours_there"] / 2)
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ValueError, match="facebook/dinov2-base"):
+        stand_in_teacher("someone/vit", 224, 10)
+    with pytest.raises(ValueError, match="ILSVRC/imagenet-1k"):
+        plan("digits", ["data.name=someone/data"])
+    with pytest.raises(ValueError, match="must be positive"):
+        plan("digits", processes=0)
