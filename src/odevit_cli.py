@@ -104,6 +104,7 @@ def evaluate(
     solver: Solver = None,
     split: Annotated[str, typer.Option(help="train, val or test.")] = "test",
     max_images: MaxImages = None,
+    certified: Annotated[bool, typer.Option("--certified", help="Also what is proven of a contractive model.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Top-1/3/5 accuracy of a model, from exact counts."""

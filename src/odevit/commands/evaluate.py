@@ -6,6 +6,7 @@ from odevit.commands import best_device
 from odevit.commands.console import print_numbers
 from odevit.data import Data, DataConfig, Split, load_data
 from odevit.training.classifiers import adapt_to_data, load_classifier, own_frame
+from odevit.training.evaluation import certified_accuracy
 from odevit.training.evaluation import evaluate as measure
 
 
@@ -17,12 +18,17 @@ def evaluate(
     solver: str | None = None,
     split: str = "test",
     max_images: int | None = None,
+    certified: bool = False,
     as_json: bool = False,
 ) -> dict[str, Any]:
-    """Top-1/3/5 accuracy of a model, from exact counts."""
+    """Top-1/3/5 accuracy of a model, from exact counts; `certified` adds what is proven of a contractive one."""
     network = load_classifier(model).to(best_device())
     chosen = choose_split(load_data_for(network, data, max_images), split)
     result = measure(network, chosen, num_steps=steps, solver=solver)
+    if certified:
+        proven = certified_accuracy(network, chosen, num_steps=steps, solver=solver)
+        shares = {f"certified at {name}": share for name, share in proven.pop("certified").items()}
+        result = {**result, **shares, **proven}
     print_numbers(f"{model} on {data} ({split})", result, as_json)
     return result
 

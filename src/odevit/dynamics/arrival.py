@@ -7,7 +7,7 @@ displacements do too, so after a step of length d the m steps left move the stat
 ℓ = 1 + hL needs an L that holds wherever the state can go. L2 attention with CenterNorm has a global one. Softmax
 attention has none, so a ball is proven along with it: if the bound with the L of a ball around X_k is at most the
 ball's radius, no later state leaves the ball. Both are honest and large: h·L of a trained model is far above 1, so the
-rule hardly ever fires for them.
+rule hardly ever fires for them. A contractive field has ℓ = 1 by construction, everywhere.
 """
 
 import math
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from odevit.dynamics.bounds import attention_bound, mlp_bound
+from odevit.dynamics.bounds import attention_bound, mlp_bound, stiffness
 from odevit.dynamics.certificate import attention_bounds, norm_derivatives_bound
+from odevit.model.contractive import ContractiveField, step_growth
 from odevit.model.field import VectorField
 from odevit.model.halting import Moment
 from odevit.model.layers import Attention, L2Attention
@@ -116,9 +117,13 @@ class Certified:
         if any(other != phase for other, _ in phases[moment.step :]):  # another field is still to come
             return certain
         x, last = moment.state, (moment.state - moment.before).flatten(1).norm(dim=1)
-        slope = lipschitz_on_ball(self.model.odevit.fields[phase], x)
-        read = self._read_out_slope(x)
+        field, read = self.model.odevit.fields[phase], self._read_out_slope(x)
         radius = contraction_radius(moment.logits, self.model.classifier.weight) * (1 - ROUNDING)
+        if isinstance(field, ContractiveField):  # ℓ = 1 everywhere, so m steps go no further than m times the last one
+            growth = step_growth("euler", h, *stiffness(field, x.shape[1]))
+            ball = displacement_bound(last, left, torch.full_like(last, growth))
+            return read(ball) * ball < radius
+        slope = lipschitz_on_ball(field, x)
         for doubling in range(RADII):
             ball = last * left * 2.0**doubling
             stays = displacement_bound(last, left, 1 + h * slope(ball)) <= ball
@@ -130,5 +135,5 @@ class Certified:
         most 1/√n of what they do together."""
         tokens = x[:, :1] if self.model.config.pool == "cls" else x[:, : x.shape[1] - self.model.config.num_registers]
         bound = norm_derivatives_bound(self.model.norm, tokens)
-        shrink = 1 / math.sqrt(tokens.shape[1])
+        shrink = 1 / math.sqrt(tokens.shape[1]) if self.model.config.pool == "mean" else 1.0
         return lambda r: bound(r)[0] * shrink

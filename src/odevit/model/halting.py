@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from odevit.checksum import checksum
+from odevit.model.contractive import check_steps
 from odevit.model.solvers import ADAPTIVE, SOLVERS, Evaluations, Grid, NonFiniteStateError, check_solver
 from odevit.registry import Registry
 
@@ -165,7 +166,10 @@ def halt(
     x, logits = tokens, model.classify(tokens)
     last = torch.empty_like(logits)
     taken = torch.full((len(tokens),), steps, device=tokens.device)
-    with parametrize.cached() if config.spectral_cap is not None else nullcontext():
+    contractive = config.field == "contractive"
+    if contractive:
+        check_steps(solver, steps, config.depth, config.num_fields)
+    with parametrize.cached() if contractive or config.spectral_cap is not None else nullcontext():
         for step, (phase, h) in enumerate(grid.steps(), start=1):
             y = scheme.step(model.odevit.fields[phase], x, h)
             now = model.classify(y)

@@ -92,7 +92,8 @@ class OdeViTPreTrainedModel(PreTrainedModel):
                 module.reset_running_stats()
         elif isinstance(module, OdeViTModel):
             for parameter in (module.cls_token, module.positions, module.registers):
-                nn.init.trunc_normal_(parameter, std=0.02)  # as in ViT and DeiT
+                # 0.02 as in ViT and DeiT, where norms and logits make the most of it; a contractive field has neither
+                nn.init.trunc_normal_(parameter, std=1.0 if self.config.field == "contractive" else 0.02)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Any:

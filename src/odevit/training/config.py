@@ -95,6 +95,7 @@ class PenaltyConfig:
     jasmin: float = 0.0  # attention's Lipschitz surrogate
     jasmin_k: int = 0  # 0: log g₁; k ≥ 2: log g₁/g_k
     transport: float = 0.0  # ∫ mean ‖dX/dt‖² dt along the path
+    margin: float = 0.0  # no weight but a radius ε (ℓ₂, pixels of [0, 1]) to certify: the loss of contractive models
 
 
 @dataclass(kw_only=True)

@@ -43,7 +43,7 @@ class Objective(Protocol):
 
 
 class Classification:
-    """Cross-entropy with soft targets, plus penalties on the path of an ODE-ViT."""
+    """Cross-entropy with soft targets, or of certified radii (`penalties.margin`), plus penalties on the path."""
 
     def __init__(self, penalties: PenaltyConfig | None = None):
         self.penalties = penalties or PenaltyConfig()
@@ -66,7 +66,12 @@ class Classification:
         if self.penalties.transport:
             wanted["output_hidden_states"] = True
         output = model(images, **wanted)
-        losses = {"cross_entropy": nnf.cross_entropy(output.logits, targets)}
+        if self.penalties.margin:
+            from odevit.dynamics.contraction_certificate import margin_loss
+
+            losses = {"margin": margin_loss(model, output.logits, targets, self.penalties.margin)}
+        else:
+            losses = {"cross_entropy": nnf.cross_entropy(output.logits, targets)}
         evaluations = getattr(output, "evaluations", None)
         return Terms(
             losses | self._penalties(model, output, integration),
