@@ -12,7 +12,9 @@ from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 import odevit_cli
+from odevit.checksum import checksum
 from odevit.commands import predict as command
+from odevit.training.classifiers import load_classifier
 
 
 def invoke(*arguments, **options):
@@ -187,3 +189,17 @@ def test_without_peft_the_error_says_how_to_merge(adapter, images, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"is a PEFT adapter of .*pip install peft.*merge_and_unload"):
         invoke("predict", adapter[1], images)
+
+
+def test_a_calibrated_model_stops_early_and_says_so(model, images, tmp_path):
+    network = load_classifier(str(model[1]))
+    own = {"solver": network.config.solver, "num_steps": network.config.num_steps, "checksum": checksum(network)}
+    network.config.halting = {"score": "margin", "threshold": -1.0, **own}  # all are content after the first step
+    network.save_pretrained(tmp_path / "calibrated")
+    found = records(invoke("predict", tmp_path / "calibrated", images, "--json"))
+    assert {record["steps"] for record in found} == {1}
+    assert "arrived after 1 steps" in invoke("predict", tmp_path / "calibrated", images).output
+    chosen = records(invoke("predict", tmp_path / "calibrated", images, "--json", "--steps", "3"))
+    assert all("steps" not in record for record in chosen)
+    invoke("predict", tmp_path / "calibrated", images, "--attention", tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000

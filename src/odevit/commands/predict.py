@@ -31,6 +31,7 @@ class Prediction(NamedTuple):
     file: str
     answers: list[tuple[str, float]]  # (class, probability)
     error: str | None = None
+    steps: int | None = None  # that the flow took, when it may stop early
 
 
 def predict(
@@ -68,8 +69,12 @@ def predict(
 
 
 def flow_options(network: Any, steps: int | None, solver: str | None) -> dict[str, Any]:
-    """Keyword arguments of the forward pass; only an ODE-ViT has steps and a solver."""
-    options = {name: value for name, value in (("num_steps", steps), ("solver", solver)) if value is not None}
+    """Keyword arguments of the forward pass; only an ODE-ViT has steps and a solver. A calibrated one stops early."""
+    options: dict[str, Any] = {
+        name: value for name, value in (("num_steps", steps), ("solver", solver)) if value is not None
+    }
+    if not options and getattr(network.config, "halting", None):
+        return {"halting": "calibrated"}
     if options and not hasattr(network, "odevit"):
         raise ValueError(f"--steps and --solver are for ODE-ViTs; this is a {type(network).__name__}")
     return options
@@ -88,7 +93,8 @@ def predictions(
         scores = iter(probabilities(network, good, options)) if good else iter(())
         for name, pixels in read:
             if isinstance(pixels, np.ndarray):
-                yield Prediction(name, ranked(network, next(scores)))
+                row, taken = next(scores)
+                yield Prediction(name, ranked(network, row), steps=taken)
             else:
                 yield Prediction(name, [], str(pixels))
 
@@ -108,9 +114,13 @@ def read_all(network: Any, names: Sequence[str]) -> Iterator[np.ndarray | Corrup
 
 
 @torch.no_grad()
-def probabilities(network: Any, pixels: Sequence[np.ndarray], options: dict[str, Any]) -> Tensor:
-    """(b, classes) of decoded images (c, S, S)."""
-    return network(model_input(network, torch.from_numpy(np.stack(pixels))), **options).logits.softmax(-1)
+def probabilities(
+    network: Any, pixels: Sequence[np.ndarray], options: dict[str, Any]
+) -> list[tuple[Tensor, int | None]]:
+    """Of every decoded image (c, S, S): the probabilities (classes,), and its steps where it may stop early."""
+    output = network(model_input(network, torch.from_numpy(np.stack(pixels))), **options)
+    taken = output.steps.tolist() if options.get("halting") else [None] * len(pixels)
+    return list(zip(output.logits.softmax(-1), taken, strict=True))
 
 
 def ranked(network: Any, scores: Tensor) -> list[tuple[str, float]]:
@@ -125,6 +135,7 @@ def print_prediction(prediction: Prediction, top_k: int, as_json: bool) -> None:
         record: dict[str, Any] = {"file": prediction.file}
         if prediction.error is None:
             record["answers"] = [{"label": label, "score": score} for label, score in answers]
+            record |= {} if prediction.steps is None else {"steps": prediction.steps}
         else:
             record["error"] = prediction.error
         print(json.dumps(record, ensure_ascii=False), flush=True)
@@ -135,7 +146,8 @@ def print_prediction(prediction: Prediction, top_k: int, as_json: bool) -> None:
         return
     width = max(len(label) for label, _ in answers)
     if top_k > 1:
-        console.print(Text(prediction.file, style="bold"), soft_wrap=True)
+        taken = "" if prediction.steps is None else f"  (arrived after {prediction.steps} steps)"
+        console.print(Text.assemble((prediction.file, "bold"), taken), soft_wrap=True)
     for label, score in answers:
         line = f"  {label:<{width}}  {score:7.2%}  {'█' * round(BAR * score)}"
         console.print(Text(line if top_k > 1 else f"{prediction.file}{line}"), soft_wrap=True)
@@ -150,11 +162,11 @@ def draw_attention(network: Any, files: Sequence[str], target: Path, options: di
     if not good:
         raise ValueError("the attention of standard input cannot be drawn: give the image as a file")
     images = model_input(network, torch.from_numpy(np.stack(list(good.values()))))
-    path = attention_over_time(network, images, **options)
+    path = attention_over_time(network, images, **{k: v for k, v in options.items() if k != "halting"})
     mean = path.maps.mean(dim=2)  # (K, b, M): over heads
     colors = [displayed(image, network.config.image_mean, network.config.image_std) for image in images]
     steps = torch.linspace(0, len(path.times) - 1, min(6, len(path.times))).round().long().tolist()
-    answers = [ranked(network, row)[0][0] for row in probabilities(network, list(good.values()), options)]
+    answers = [ranked(network, row)[0][0] for row, _ in probabilities(network, list(good.values()), options)]
     figure = grid_figure([mean[:, i] for i in range(len(good))], colors, answers, path.times, steps)
     figure.savefig(target, dpi=160, facecolor="white")
     Console(stderr=True).print(f"attention: {target}", highlight=False, soft_wrap=True)
