@@ -165,6 +165,11 @@ def stiffness(field: ContractiveField, tokens: int) -> tuple[float, float]:
     return field.scale * (w * mixing) ** 2, field.scale * a**2
 
 
+def has_bound(field: VectorField | ContractiveField) -> bool:
+    """Is there a `field_bound`? Not for Sinkhorn attention."""
+    return isinstance(field, ContractiveField) or type(field.attention) in ATTENTION_BOUNDS
+
+
 @torch.no_grad()
 def field_bound(field: VectorField | ContractiveField, x: Tensor) -> Tensor:
     """Bound of the Jacobian norm of the field's drift at x (b, n, d), without dropout: s (L_F + L_G), shape (b,).

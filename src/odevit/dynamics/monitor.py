@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from odevit.dynamics.bounds import ATTENTION_BOUNDS, field_bound, g
+from odevit.dynamics.bounds import field_bound, g, has_bound
 from odevit.dynamics.exponents import model_exponents
 from odevit.dynamics.flow import evaluating
 from odevit.dynamics.jacobian import jacobian_norm
@@ -22,7 +22,7 @@ def flow_measures(model: Any, images: Tensor) -> dict[str, Any]:
     """Medians and largest values over the images (b, c, H, W), heads and steps of the model's own path.
 
     g1: of each attention map's worst row; map_norm: ‖P‖₂. field_bound and field_norm: the local bound of the Jacobian's
-    norm (softmax and L2 attention) and the norm measured, per unit of depth, at the first and the last step.
+    norm (where one is known) and the norm measured, per unit of depth, at the first and the last step.
     sigma_max: of the Jacobian of the whole flow; lyapunov: its logarithm per unit of depth, of each image.
     """
     base, config = model.odevit, model.config
@@ -37,7 +37,7 @@ def flow_measures(model: Any, images: Tensor) -> dict[str, Any]:
             "map_norm": spread([torch.linalg.matrix_norm(p, ord=2) for p in maps]),
             "field_norm": spread([scale * jacobian_norm(field, x) for field, x in ends]),
         }
-        if all(type(field.attention) in ATTENTION_BOUNDS for field, _ in ends):
+        if all(has_bound(field) for field, _ in ends):
             record["field_bound"] = spread([scale * field_bound(field, x) for field, x in ends])
     exponents = model_exponents(model, images).value[:, 0]
     record["sigma_max"] = spread([(exponents * float(config.depth)).exp()])
