@@ -24,6 +24,7 @@ VERBS: dict[str, str] = {
     "distill": "odevit.commands.distill:distill",
     "analyze": "odevit.commands.analyze:analyze",
     "audit": "odevit.commands.audit:audit",
+    "calibrate": "odevit.commands.calibrate:calibrate",
     "page": "odevit.commands.page:page",
     "zoo": "odevit.commands.zoo:zoo",
     "plan": "odevit.commands.plan:plan",
@@ -119,6 +120,9 @@ def predict(
     attention: Annotated[Path | None, typer.Option("--attention", help="Draw what CLS looks at into this PNG.")] = None,
     steps: Steps = None,
     solver: Solver = None,
+    full_depth: Annotated[
+        bool, typer.Option("--full-depth", help="All steps, even where the calibrated rule would stop.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each image.")] = False,
 ) -> None:
     """What is in these images? A file that cannot be read is named, and the rest goes on."""
@@ -187,6 +191,28 @@ def audit(
 ) -> None:
     """Is this ViT ODE-able? Velocity, curvature and tied-field residual of its layers, before any training."""
     call("audit", locals())
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Folder of an ODE-ViT; its config.json is changed.")],
+    data: DataName,
+    alpha: Annotated[
+        float, typer.Option(help="Most disagreement with the full depth, and accuracy given up for a cheaper setting.")
+    ] = 0.01,
+    delta: Annotated[float, typer.Option(help="Probability that the disagreement is larger after all.")] = 0.05,
+    score: Annotated[str, typer.Option(help="margin, confidence, change or velocity.")] = "margin",
+    split: Annotated[str, typer.Option(help="train, val or test.")] = "val",
+    max_images: Annotated[
+        int, typer.Option("--max-images", help="Use at most so many images, drawn at random.")
+    ] = 5000,
+    keep_setting: Annotated[
+        bool, typer.Option("--keep-setting", help="Leave solver and steps; only calibrate when to stop.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a model fast: its cheapest solver and steps, and a calibrated rule by which images stop early."""
+    call("calibrate", locals())
 
 
 @app.command()

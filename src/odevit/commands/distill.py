@@ -11,6 +11,7 @@ import torch
 
 from odevit.analysis.comparison import compare, comparison_finding
 from odevit.commands.analyze import QUICK, Report, write_study
+from odevit.commands.calibrate import MOST_IMAGES, adopt_cheapest, shuffled, write_config
 from odevit.commands.console import print_comparison
 from odevit.data import Data, load_data
 from odevit.distill.answers import build_answers
@@ -93,10 +94,12 @@ def distill_recipe(
     resume: bool = False,
     overwrite: bool = False,
     progress_bar: bool = True,
+    faster: float | None = None,
 ) -> Result:
     """Claim the folder, build student and objective, train, prove that the teacher is what it was, compare, report.
 
     Teacher and data are loaded as the recipe says unless given. The first process alone compares and reports.
+    faster: accuracy on the validation images that a cheaper setting may cost; None keeps the setting of the training.
     """
     assert recipe.distill is not None
     claim = claim_run(recipe, resume=resume, overwrite=overwrite)
@@ -113,6 +116,9 @@ def distill_recipe(
         raise RuntimeError("the teacher was modified while the student was trained: do not trust this student")
     if not claim.first:
         return result
+    if faster is not None:
+        adopt_cheapest(result.model, *shuffled(result.model, data.val, MOST_IMAGES), faster)
+        write_config(result.model, result.folder / "model")
     comparison = compare(result.model, taught_by, data.test or data.val)
     (result.folder / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n")
     print_comparison(comparison)

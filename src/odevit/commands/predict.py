@@ -43,6 +43,7 @@ def predict(
     attention: Path | None = None,
     steps: int | None = None,
     solver: str | None = None,
+    full_depth: bool = False,
 ) -> int:
     """Print the answer for every image; the number of images that could not be read."""
     if attention is not None:
@@ -51,7 +52,7 @@ def predict(
     files = list(find_images(images))
     if not files:
         raise ValueError("no images given")
-    options = flow_options(network, steps, solver)
+    options = flow_options(network, steps, solver, full_depth)
     if attention is not None and not hasattr(network, "odevit"):
         raise ValueError(f"--attention needs an ODE-ViT; {model} is a {type(network).__name__}")
     shown = top_k or (5 if as_json or len(files) <= FEW else 1)
@@ -68,12 +69,12 @@ def predict(
     return failed
 
 
-def flow_options(network: Any, steps: int | None, solver: str | None) -> dict[str, Any]:
+def flow_options(network: Any, steps: int | None, solver: str | None, full_depth: bool = False) -> dict[str, Any]:
     """Keyword arguments of the forward pass; only an ODE-ViT has steps and a solver. A calibrated one stops early."""
     options: dict[str, Any] = {
         name: value for name, value in (("num_steps", steps), ("solver", solver)) if value is not None
     }
-    if not options and getattr(network.config, "halting", None):
+    if not options and not full_depth and getattr(network.config, "halting", None):
         return {"halting": "calibrated"}
     if options and not hasattr(network, "odevit"):
         raise ValueError(f"--steps and --solver are for ODE-ViTs; this is a {type(network).__name__}")
