@@ -8,6 +8,7 @@ import contraction_hypothesis
 import contraction_verdict
 import distillation as distillation_script
 import pytest
+import stability as stability_script
 import torch
 
 from odevit.recipe import Recipe
@@ -136,3 +137,37 @@ def test_what_the_script_cannot_do(words: tuple[str, ...], message: str, distill
     with pytest.raises(SystemExit):
         distillation("ablation", *words)
     assert message in capsys.readouterr().err
+
+
+def test_stability_arms_are_measured_once_and_resumed(tmp_path: Path, capsys: Any) -> None:
+    words = [
+        "contractive",
+        "--only",
+        "softmax",
+        "contractive, certified",
+        "--attacked",
+        "12",
+        "--output",
+        str(tmp_path),
+    ]
+    for assignment in ("optim.steps=3", "optim.batch_size=16", "data.limit=80"):
+        words += ["--set", assignment]
+    rows = stability_script.main(words)
+    softmax, certified = rows["softmax (seed 0)"], rows["contractive, certified (seed 0)"]
+    assert softmax["certified 36/72/108"] == "–"
+    assert certified["certified 36/72/108"].count("/") == 2
+    assert float(certified["σ(Φ)"]) <= 1.0001
+    assert float(certified["μ"]) <= 1e-4 < float(softmax["μ"])
+    assert "beaten by the attack: 0 of 12 images" in capsys.readouterr().out
+    assert stability_script.main(words) == rows
+
+
+@pytest.mark.parametrize("data", ["digits", "cifar10"])
+def test_every_arm_of_the_stability_studies_is_a_valid_model(data: str) -> None:
+    from odevit.model.config import OdeViTConfig
+
+    for arms in stability_script.arms(data).values():
+        recipes = [Recipe.load(arm.recipe, [*arm.overrides, "optim.minutes=1"]) for arm in arms.values()]
+        assert len({str(recipe.to_dict()) for recipe in recipes}) == len(recipes)
+        for recipe in recipes:
+            OdeViTConfig(**{"image_size": 8, **recipe.model})

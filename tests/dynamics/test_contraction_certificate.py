@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacrev
 
+from odevit.analysis import Study, run_analyses
 from odevit.analysis.attack import attack
 from odevit.data import DataConfig, Split, load_data
 from odevit.data.splits import MemorySplit
@@ -162,12 +163,31 @@ def test_what_is_not_covered_is_named() -> None:
     assert float(certified_radius(bounded, torch.randn(2, 10)).min()) > 0, "a convolutional tokenizer has a bound"
 
 
+def test_the_report_shows_certified_accuracy(trained: OdeViTForImageClassification, digits: Split) -> None:
+    images, labels = digits.fetch(torch.arange(64))
+    study = Study(trained, model_input(trained, images), labels, [str(i) for i in range(10)])
+    study.options["stability"] = {"path_images": 2, "radius_images": 8}
+    findings = {finding.name: finding for finding in run_analyses(["stability"], study)}
+    found = findings["stability/radius"]
+    assert found.value["certified_above_attacked"] == 0
+    assert found.value["certified_accuracy"]["36/255"] > 0.1
+    assert "provably so within 36/255" in found.headline
+    assert findings["stability/path"].value["share_expanding"] == 0
+    trained.norm = nn.LayerNorm(16)
+    try:
+        (found,) = [f for f in run_analyses(["stability"], study) if f.name == "stability/radius"]
+    finally:
+        trained.norm = nn.Identity()
+    assert found.value is None
+    assert "LayerNorm" in found.text
+
+
 # --- stopping early ---------------------------------------------------------------------------------------------------
 
 
 def test_arrival_bound_holds_on_a_contractive_flow() -> None:
     """‖X(T) - X(t)‖ ≤ (T - t) ‖ψ(X(t))‖, μ = 0: for the exact flow at every time, and tight for short times."""
-    model = tiny_model().double()
+    model = tiny_model().double().requires_grad_(False)
     path = model.odevit.evolve(model.odevit.embed(torch.randn(8, 1, 8, 8, dtype=torch.float64)), 64, "rk4", "steps")
     tightest = 0.0
     for t, state in zip(path.ts[:-1], path.xs[:-1], strict=True):

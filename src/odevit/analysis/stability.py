@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from odevit.analysis import Finding, Study, register_analysis
 from odevit.analysis.attack import attack
+from odevit.analysis.certified import certified_finding
 from odevit.dynamics.bounds import field_bound
 from odevit.dynamics.certificate import EXACT_STATE, certify, check_certifiable
 from odevit.dynamics.exponents import sees_quotient
@@ -78,7 +79,8 @@ def run(study: Study) -> Iterator[Finding]:
     with torch.no_grad(), parametrize.cached():
         measures = path_measures(study.model, study.images[study.spread(options["path_images"])])
     yield _path(study.model, measures)
-    yield _radius(study, study.images[study.spread(options["radius_images"])])
+    radius = certified_finding if study.model.config.field == "contractive" else _radius
+    yield radius(study, study.images[study.spread(options["radius_images"])])
 
 
 def _weights(model: Any) -> Finding:
