@@ -5,6 +5,7 @@ import torch
 from teacher_contract import images, randomise
 
 from odevit import OdeViTForImageClassification
+from odevit.distill.meeting import unroll
 from odevit.distill.student import TEACHERS_OWN, copy_parts, parameter_report, student_of
 from odevit.teachers.teacher import TEACHERS, load_teacher
 
@@ -142,3 +143,15 @@ def test_what_cannot_be_chosen_is_told(name):
 def test_other_classes_than_the_teachers_are_told():
     with pytest.raises(ValueError, match=r"classifier.weight must have one shape.*\(9, 32\).*\(5, 32\).*num_labels"):
         student_of(random_teacher(), num_labels=9)
+
+
+def test_a_contractive_student_is_distilled_on_the_teachers_path():
+    teacher = random_teacher()
+    student = student_of(teacher, field="contractive")
+    path, evaluations = unroll(student, images(), [], student.config.num_steps, [])
+    loss = sum((x[:, 0] - h[:, 0]).square().mean() for x, h in zip(path, teacher.trace(images()).states, strict=True))
+    loss.backward()
+    assert evaluations == teacher.depth
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in student.odevit.fields.parameters())
+    with pytest.raises(ValueError, match=f"at least {teacher.depth} steps"):
+        unroll(student, images(), [], teacher.depth - 1, [])
