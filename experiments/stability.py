@@ -55,7 +55,7 @@ def arms(data: str) -> dict[str, dict[str, Arm]]:
             "contractive, usual around it": Arm(certified, usual),
             "contractive, certified": Arm(certified),
             "certified, margin 36/255": Arm(certified, ("penalties.margin=0.1412",)),
-            "certified, Euler": Arm(certified, ("model.solver=euler", f"model.depth={4 if data == 'digits' else 6}")),
+            "certified, Euler": Arm(certified, ("model.solver=euler", "model.depth=4")),
         },
         "middle": {
             "softmax": Arm(softmax),
