@@ -7,13 +7,14 @@ JOBS ?= 2# processes that run tests, one torch thread each
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test fast mutants lint types clean help
+.PHONY: bench quickstart test fast mutants lint types clean help
 
 help:
 	@echo "make quickstart   two minutes, once installed: a ViT turned into a flow, with a report"
 	@echo "make fast         the tests that take less than a second each, for every save (under a minute on 2 cores)"
 	@echo "make test         lint, types and all tests (under 10 minutes on 2 cores; JOBS=4 for more cores)"
 	@echo "make mutants      do the tests notice broken mathematics? (about 15 minutes)"
+	@echo "make bench        every claim of speed beside its peers, on a quiet machine (under 20 minutes)"
 	@echo "make clean        remove .venv and caches"
 
 quickstart: .venv/quickstart.stamp
@@ -29,6 +30,10 @@ fast: .venv/test.stamp
 # breaks the mathematics on purpose, one line at a time, and counts how often the tests notice
 mutants: .venv/test.stamp
 	$(BIN)/python tests/mutants.py
+
+bench: .venv/test.stamp
+	$(PIP) --no-deps --upgrade --target .venv/timm vit-pytorch einops
+	$(BIN)/python benchmarks/suite.py $(BENCH)
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

@@ -1,8 +1,10 @@
 """The training benchmark runs, counts what it says it counts, and compares like with like (it asserts that itself)."""
 
+import json
 from collections import Counter
 
 import pytest
+import suite
 import torch
 import training
 
@@ -36,3 +38,22 @@ def test_peak_memory_of_known_tensors():
         return (b + 1).sum()
 
     assert training.peak_memory(step) / 2**20 == pytest.approx(8, abs=0.1)
+
+
+@pytest.mark.slow
+def test_lines_are_ratios_and_are_written(tmp_path, capsys):
+    bench = suite.Bench(rounds=3, seconds=0)
+    suite.own_loop(bench, quick=True)
+    curve = suite.memory_curve(bench, quick=True)
+    assert curve["plain"][-1] > curve["steps"][-1]
+    suite.write(bench, curve, tmp_path, suite.machine(1), 0.1, quick=True)
+    lines = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert all({"name", "ours", "peer", "ratio", "target", "met"} <= set(line) for line in lines)
+    first = lines[0]
+    assert first["met"] == (first["ratio"] >= 0.95)
+    text = (tmp_path / "BENCHMARKS.md").read_text()
+    assert all(line["name"] in text for line in lines)
+
+
+def test_slopes_of_powers():
+    assert suite.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)

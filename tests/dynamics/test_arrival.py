@@ -96,9 +96,11 @@ def test_certified_rule_does_not_fire_at_a_tie():
         x = model.odevit.embed(images)
         y = euler(model.odevit.fields[0], x, 0.25)
         logits = model.classify(y)
-        assert rule(Moment(1, grid, x, y, logits, logits)).all()
-        assert not rule(Moment(1, grid, x, y, logits, torch.zeros_like(logits))).any()
-        faster = Moment(1, grid, x - 1000 * (y - x), y, logits, logits)  # the same place, reached by a longer step
+        assert rule(Moment(1, grid, "euler", x, y, logits, logits)).all()
+        assert not rule(Moment(1, grid, "euler", x, y, logits, torch.zeros_like(logits))).any()
+        faster = Moment(
+            1, grid, "euler", x - 1000 * (y - x), y, logits, logits
+        )  # the same place, reached by a longer step
         assert not rule(faster).any()
 
 
@@ -108,6 +110,8 @@ def test_what_cannot_be_certified():
     with pytest.raises(ValueError, match="learned weighting"):
         Certified(tiny_model(pool="sequence"))
     model = tiny_model()
+    with pytest.raises(ValueError, match="Euler"):
+        model(tiny_images(1), halting=Certified(model), solver="rk4")
     model.classifier = nn.Sequential(model.classifier)
     with pytest.raises(ValueError, match="linear head"):
         Certified(model)

@@ -157,12 +157,13 @@ def test_grid_divides_each_phase_evenly(steps, phases):
 def test_gradient_checkpointing_changes_no_gradient(name):
     field, x = small_field(), states()
     gradients = []
-    for checkpoint in (False, True):
+    for checkpoint in (False, True, "segments"):
         field.zero_grad()
-        solve(field, x, num_steps=4, solver=name, recompute=checkpoint).xs[-1].square().sum().backward()
+        solve(field, x, num_steps=5, solver=name, recompute=checkpoint, save_at="steps").xs.square().sum().backward()
         gradients.append([p.grad.clone() for p in field.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
+    for plain, recomputed, segments in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
+        assert torch.equal(plain, segments)
 
 
 @pytest.mark.slow

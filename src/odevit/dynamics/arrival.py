@@ -111,6 +111,8 @@ class Certified:
 
     @torch.no_grad()
     def __call__(self, moment: Moment) -> Tensor:
+        if moment.solver != "euler":
+            raise ValueError(f"certified halting covers Euler steps, got solver={moment.solver!r}")
         certain = torch.zeros(len(moment.state), dtype=torch.bool, device=moment.state.device)
         phases = list(moment.grid.steps())
         (phase, h), left = phases[moment.step - 1], len(phases) - moment.step

@@ -82,7 +82,7 @@ def record(model: Any, images: Tensor, score: str = "margin", batch_size: int = 
             y = step(model.odevit.fields[phase], x, h)
             now = model.classify(y)
             said.append(now.argmax(dim=1))
-            found.append(SCORES[score].value(Moment(i, grid, x, y, logits, now)))
+            found.append(SCORES[score].value(Moment(i, grid, config.solver, x, y, logits, now)))
             x, logits = y, now
         answers.append(torch.stack(said))
         scores.append(torch.stack(found).double())

@@ -25,6 +25,7 @@ class Moment(NamedTuple):
 
     step: int  # 1 … K
     grid: Grid
+    solver: str
     before: Tensor
     state: Tensor
     logits_before: Tensor
@@ -175,7 +176,7 @@ def halt(
             now = model.classify(y)
             done = torch.ones(len(y), dtype=torch.bool, device=y.device)
             if step < steps:
-                done = rule(Moment(step, grid, x, y, logits, now))
+                done = rule(Moment(step, grid, solver, x, y, logits, now))
             last[under_way[done]], taken[under_way[done]] = now[done], step
             x, logits = y, now
             if bool(done.any()):

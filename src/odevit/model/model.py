@@ -169,6 +169,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
         if config.spectral_cap is not None:
             cap_spectral_norms_(self.fields, config.spectral_cap)
         self.gradient_checkpointing = False
+        self.recompute: Literal["steps", "segments"] = "steps"  # what gradient checkpointing runs again, as in `solve`
         self.post_init()
 
     def embed(self, images: Tensor, interpolate_pos_encoding: bool = False) -> Tensor:
@@ -205,7 +206,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
                 horizon=self.config.horizon,
                 save_at=save_at,
                 until=until,
-                recompute=recompute,
+                recompute="segments" if recompute and self.recompute == "segments" else recompute,
             )
 
     def attention_maps(self, states: Sequence[Tensor], num_steps: int | None = None) -> tuple[Tensor, ...]:
