@@ -339,7 +339,7 @@ def test_a_rebuilt_student_starts_from_the_same_weights(teacher_folder, data, tm
         ({"losses": {"kl": "much"}}, "distill.losses must be numbers"),
         ({"placement": "random"}, "distill.placement must be one of distance, uniform, got 'random'"),
         ({"layer_weights": "first"}, "none, variance, last"),
-        ({"cache": "patches"}, "none, cls, all"),
+        ({"cache": "patches"}, "none, logits, cls, all"),
         ({"collocation": 1.5}, "between 0 and 1; got 1.5"),
         ({"sample": 0}, "distill.sample must be positive"),
         ({"kl_temperature": 0.0}, "distill.kl_temperature must be positive"),
