@@ -11,13 +11,11 @@ start the same command again and it goes on where it was; finished arms are only
 `--set data.name=…` gives local data to all arms. Nothing else may run on the machine meanwhile.
 """
 
-import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from studies import assignments_of, chosen_runs, run_folder, study_parser
 
 from odevit.commands.console import print_table
 from odevit.commands.distill import distill
@@ -87,41 +85,14 @@ def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
     }
 
 
-def share(text: str) -> tuple[int, int]:
-    """I/N → (I, N)."""
-    first, _, count = text.partition("/")
-    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
-        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, for example 1/2; got {text!r}")
-    return int(first), int(count)
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--minutes", type=float, default=40)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--only", nargs="+", help="names of arms; default: all")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--output", type=Path, default=Path("runs/distillation"))
-    parser.add_argument(
-        "--share", type=share, metavar="I/N", help="only every N-th run, beginning with the I-th, on core I alone"
-    )
+    parser = study_parser(__doc__ or "", STUDIES, minutes=40, output="runs/distillation")
     options = parser.parse_args(arguments)
     arms = STUDIES[options.study]
-    if unknown := [name for name in options.only or [] if name not in arms]:
-        parser.error(f"unknown arm {', '.join(unknown)}; choose from: {', '.join(arms)}")
-    runs = [(seed, name) for seed in options.seeds for name in options.only or arms]
-    if options.share:
-        first, count = options.share
-        runs = runs[first - 1 :: count]
-        os.sched_setaffinity(0, {first - 1})
-        torch.set_num_threads(1)
     rows: dict[str, Any] = {}
-    for seed, name in runs:
-        words = name.replace(",", "").replace("'", "").replace(" ", "-")
-        folder = options.output / f"{options.study}-{options.minutes:g}min" / f"{words}-seed{seed}"
-        overrides = [f"seed={seed}", f"optim.minutes={options.minutes}", *options.overrides]
-        rows[f"{name} (seed {seed})"] = run_arm(arms[name], overrides, folder)
+    for seed, name in chosen_runs(parser, options, arms):
+        folder = run_folder(options, seed, name)
+        rows[f"{name} (seed {seed})"] = run_arm(arms[name], assignments_of(options, seed), folder)
     columns = ("top-1", "agreement", "certified", "flow gap", "parameters", "steps")
     print_table(f"{options.study}, {options.minutes:g} minutes each, test split", rows, headers=columns)
     return rows

@@ -8,15 +8,13 @@ Each arm adds to the one above it. All numbers are of the held-out training imag
 without the test split; `peers` also prints the test accuracy. Runs resume; finished ones are only read.
 """
 
-import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from cct import CctConfig, CctForImageClassification
-from distillation import share
+from studies import assignments_of, chosen_runs, run_folder, study_parser
 
 from odevit.commands.train import train_recipe
 from odevit.data import load_data
@@ -98,30 +96,13 @@ def run_arm(arm: Arm, assignments: list[str], folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--only", nargs="+", help="names of arms; default: all")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--output", type=Path, default=Path("runs/flow"))
-    parser.add_argument("--share", type=share, metavar="I/N", help="every N-th run, beginning with the I-th, on core I")
+    parser = study_parser(__doc__ or "", STUDIES, minutes=9, output="runs/flow")
     options = parser.parse_args(arguments)
     arms = STUDIES[options.study]
-    if unknown := [name for name in options.only or [] if name not in arms]:
-        parser.error(f"unknown arm {', '.join(unknown)}; choose from: {', '.join(arms)}")
-    runs = [(seed, name) for seed in options.seeds for name in options.only or arms]
-    if options.share:
-        first, count = options.share
-        runs = runs[first - 1 :: count]
-        os.sched_setaffinity(0, {first - 1})
-        torch.set_num_threads(1)
     rows: dict[str, Any] = {}
-    for seed, name in runs:
-        words = "".join(c if c.isalnum() else "-" for c in name)
-        folder = options.output / f"{options.study}-{options.minutes:g}min" / f"{words}-seed{seed}"
-        assignments = [f"seed={seed}", f"optim.minutes={options.minutes}", *options.overrides]
-        rows[f"{name} (seed {seed})"] = run_arm(arms[name], assignments, folder)
+    for seed, name in chosen_runs(parser, options, arms):
+        folder = run_folder(options, seed, name)
+        rows[f"{name} (seed {seed})"] = run_arm(arms[name], assignments_of(options, seed), folder)
     columns = ["model", *SETTINGS, *(["test"] if options.study == "peers" else [])]
     print(f"{options.study}, {options.minutes:g} minutes each, 2,000 held-out images, top-1 in %\n")
     print(f"| | parameters | epochs | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")

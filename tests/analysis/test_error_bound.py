@@ -64,7 +64,9 @@ def test_observed_order():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [{}, {"num_fields": 2, "attention": "sinkhorn"}])
+@pytest.mark.parametrize(
+    "overrides", [{}, {"num_fields": 2, "attention": "sinkhorn"}, {"field": "contractive", "pool": "mean"}]
+)
 def test_analysis_reports_error_bounds_and_ratio(overrides, monkeypatch):
     monkeypatch.setattr(analysis, "STEPS", (2, 4, 8))
     torch.manual_seed(0)
@@ -76,7 +78,7 @@ def test_analysis_reports_error_bounds_and_ratio(overrides, monkeypatch):
     (finding,) = run(study)
     value = finding.value
     assert value["observed_order"] == pytest.approx(1, abs=0.25)
-    assert ("L bounded" in value["bounds"]) == (not overrides)
+    assert ("L bounded" in value["bounds"]) == ("attention" not in overrides)
     for name, bound in value["bounds"].items():
         assert all(b >= m for b, m in zip(bound, value["measured"], strict=True)), name
         assert all(ratio >= 1 for ratio in value["ratio"][name])

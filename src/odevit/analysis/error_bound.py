@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from odevit.analysis import Finding, Study, register_analysis
 from odevit.analysis.intervals import number
-from odevit.dynamics.bounds import ATTENTION_BOUNDS, field_bound
+from odevit.dynamics.bounds import field_bound, has_bound
 from odevit.dynamics.jacobian import curvature, error_bound, jacobian_norm, log_norm
 from odevit.model.solvers import solve
 
@@ -67,7 +67,7 @@ def path_rates(fields: Sequence[Any], x: Tensor, horizon: float, *, states: int 
         for state in part:
             rows["norm"].append(horizon * jacobian_norm(field, state))
             rows["log_norm"].append(horizon * log_norm(field, state).value)
-            if type(getattr(field, "attention", None)) in ATTENTION_BOUNDS:
+            if has_bound(field):
                 rows["bound"].append(horizon * field_bound(field, state))
     largest = {name: torch.stack(values).amax(dim=0) if values else None for name, values in rows.items()}
     return Rates(**largest)  # type: ignore[arg-type]

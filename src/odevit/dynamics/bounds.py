@@ -165,9 +165,10 @@ def stiffness(field: ContractiveField, tokens: int) -> tuple[float, float]:
     return field.scale * (w * mixing) ** 2, field.scale * a**2
 
 
-def has_bound(field: VectorField | ContractiveField) -> bool:
-    """Is there a `field_bound`? Not for Sinkhorn attention."""
-    return isinstance(field, ContractiveField) or type(field.attention) in ATTENTION_BOUNDS
+def has_bound(field: nn.Module) -> bool:
+    """Is there a `field_bound`? Not with Sinkhorn attention."""
+    known = isinstance(field, VectorField) and type(field.attention) in ATTENTION_BOUNDS
+    return known or isinstance(field, ContractiveField)
 
 
 @torch.no_grad()
