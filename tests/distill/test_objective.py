@@ -204,9 +204,9 @@ def test_the_monitor_is_told_how_near_the_teacher_is(teacher_folder, data, tmp_p
 
 def distil(recipe, data, *, resume=False):
     """Only the training of `commands.distill.distill_recipe`."""
-    claim = claim_run(recipe, resume=resume)
-    student, objective = build(recipe, data)
-    return fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=False)
+    with claim_run(recipe, resume=resume) as claim:
+        student, objective = build(recipe, data)
+        return fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=False)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
@@ -310,7 +310,8 @@ def test_with_a_cache_the_teacher_never_runs_again_and_nothing_is_augmented_twic
         lambda self, model, images, rows, attention: seen.append((images, rows)) or self.cache.trace(rows),
     )
     monkeypatch.setattr(objective.teacher, "trace", lambda *_: pytest.fail("the teacher ran"))
-    fit(recipe, claim_run(recipe), model=student, objective=objective, data=data, progress_bar=False)
+    with claim_run(recipe) as claim:
+        fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=False)
     assert len(seen) == 3
     for images, rows in seen:
         assert torch.equal(images, model_input(student, objective.cache.split.images[rows]))

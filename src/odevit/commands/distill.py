@@ -17,6 +17,7 @@ from odevit.data import Data, load_data
 from odevit.distill.answers import build_answers
 from odevit.distill.objective import build
 from odevit.recipe import Recipe, override
+from odevit.teachers.answerer import Answerer
 from odevit.teachers.teacher import Teacher, find_family, model_class, tiny_teacher
 from odevit.training.claim import claim_run
 from odevit.training.classifiers import adapt_to_data
@@ -102,32 +103,39 @@ def distill_recipe(
     faster: accuracy on the validation images that a cheaper setting may cost; None keeps the setting of the training.
     """
     assert recipe.distill is not None
-    claim = claim_run(recipe, resume=resume, overwrite=overwrite)
-    data = data or load_data(recipe.data)
-    objective: Any
-    if recipe.distill.match == "answers":
-        student, objective = build_answers(recipe, data, claim.device)
-    else:
-        student, objective = build(recipe, data, teacher, claim.device)
-    taught_by, before = objective.teacher, objective.teacher.checksum()
-    student = adapt_to_data(student, data)
-    result = fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=progress_bar)
-    if taught_by.checksum() != before:
-        raise RuntimeError("the teacher was modified while the student was trained: do not trust this student")
-    if not claim.first:
-        return result
-    if faster is not None:
-        adopt_cheapest(result.model, *shuffled(result.model, data.val, MOST_IMAGES), faster)
-        write_config(result.model, result.folder / "model")
-    comparison = compare(result.model, taught_by, data.test or data.val)
+    with claim_run(recipe, resume=resume, overwrite=overwrite) as claim:
+        data = data or load_data(recipe.data)
+        objective: Any
+        if recipe.distill.match == "answers":
+            student, objective = build_answers(recipe, data, claim.device)
+        else:
+            student, objective = build(recipe, data, teacher, claim.device)
+        taught_by, before = objective.teacher, objective.teacher.checksum()
+        student = adapt_to_data(student, data)
+        result = fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=progress_bar)
+        if taught_by.checksum() != before:
+            raise RuntimeError("the teacher was modified while the student was trained: do not trust this student")
+        if claim.first and faster is not None:
+            adopt_cheapest(result.model, *shuffled(result.model, data.val, MOST_IMAGES), faster)
+            write_config(result.model, result.folder / "model")
+        if claim.first:
+            write_comparison(result, taught_by, data, recipe, report)
+    return result
+
+
+def write_comparison(
+    result: Result, teacher: Teacher | Answerer, data: Data, recipe: Recipe, report: Report | None
+) -> None:
+    """comparison.json and its table, and the report when one is wanted."""
+    assert recipe.distill is not None
+    comparison = compare(result.model, teacher, data.test or data.val)
     (result.folder / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n")
     print_comparison(comparison)
     if report is not None:
         names = {"model": str(result.folder / "model"), "data": recipe.data.name, "teacher": recipe.distill.teacher}
         first = [comparison_finding(comparison)]
-        seen = taught_by if isinstance(taught_by, Teacher) else None  # one that only answers has no states to look at
+        seen = teacher if isinstance(teacher, Teacher) else None  # one that only answers has no states to look at
         write_study(result.model, data, seen, report.into(result.folder), names=names, first=first)
-    return result
 
 
 def smoke_teacher(recipe: Recipe) -> Teacher:

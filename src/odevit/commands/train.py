@@ -40,9 +40,9 @@ def train_recipe(
     progress_bar: bool = True,
 ) -> Result:
     """Claim the folder, load the data, build the model, train. Model, objective and data may be given instead."""
-    claim = claim_run(recipe, resume=resume, overwrite=overwrite)
-    data = data or load_data(recipe.data)
-    torch.manual_seed(derive_seed(recipe.seed, "initial weights"))
-    model = build_classifier(recipe.model, data, recipe.data) if model is None else adapt_to_data(model, data)
-    objective = objective or Classification(recipe.penalties)
-    return fit(recipe, claim, model=model, objective=objective, data=data, progress_bar=progress_bar)
+    with claim_run(recipe, resume=resume, overwrite=overwrite) as claim:
+        data = data or load_data(recipe.data)
+        torch.manual_seed(derive_seed(recipe.seed, "initial weights"))
+        model = build_classifier(recipe.model, data, recipe.data) if model is None else adapt_to_data(model, data)
+        objective = objective or Classification(recipe.penalties)
+        return fit(recipe, claim, model=model, objective=objective, data=data, progress_bar=progress_bar)

@@ -1,16 +1,20 @@
 """Before a run: a folder that no other run has, and the device and processes it will use."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 
 from odevit.atomic import write_file
 from odevit.training.checkpoint import recover_folders
 from odevit.training.config import RunConfig
 from odevit.training.runlog import METRICS, TIMING
 
+LOCK = ".lock"
 LATER = (METRICS, TIMING, "result.json", "curve.png", "comparison.json", "report.json", "report.html")  # of a run
 
 
@@ -31,13 +35,46 @@ class Claim(NamedTuple):
         return self.accelerator.is_main_process
 
 
-def claim_run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> Claim:
+@contextmanager
+def claim_run(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> Iterator[Claim]:
     """The first thing a run does, before data is loaded or a cache is built: a folder that is taken is told at once.
 
+    The folder is nobody else's within the context: of two starts at the same moment one is refused.
     resume: continue the run in config.output (or start it, when there is none yet); overwrite: `fit` will delete it.
     """
     accelerator = _accelerator(config)
-    return Claim(accelerator, _check_folder(config, resume=resume, overwrite=overwrite), resume)
+    with _locked(Path(config.output), accelerator):
+        yield Claim(accelerator, _check_folder(config, resume=resume, overwrite=overwrite), resume)
+
+
+@contextmanager
+def _locked(folder: Path, accelerator: Any) -> Iterator[None]:
+    """Hold the folder's lock file in the first process; the system lets go of it when that process ends, however it
+    does. Nothing is left of a folder into which nothing was written."""
+    from accelerate.utils import broadcast_object_list
+
+    lock, busy = FileLock(folder / LOCK, timeout=0), [False]
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            busy = [True]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(busy)
+    try:
+        if busy[0]:
+            raise ValueError(
+                f"another process is at work in {folder}: wait until it ends, or choose another folder with "
+                "--set output=…"
+            )
+        yield
+    finally:
+        if lock.is_locked:
+            with suppress(OSError):
+                (folder / LOCK).unlink(missing_ok=True)
+                folder.rmdir()
+        lock.release()
 
 
 def _check_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
