@@ -64,8 +64,8 @@ class Study:
     """What an analysis looks at."""
 
     model: Any  # OdeViTForImageClassification in eval mode
-    images: Tensor  # (N, c, H, W), float, already resized and normalised
-    labels: Tensor  # (N,)
+    images: Tensor  # (N, c, H, W), float, already resized and normalised, on the model's device
+    labels: Tensor  # (N,), there too
     class_names: list[str]
     teacher: Any | None = None  # odevit.teachers.Teacher
     batch_size: int = 64

@@ -23,7 +23,7 @@ def attack(model: Any, images: Tensor, *, iterations: int = 60, seed: int = 0) -
 
     with torch.no_grad():
         answer = model(images).logits.argmax(dim=1)
-    delta = 1e-3 * torch.randn(images.shape, generator=generator, dtype=images.dtype)
+    delta = 1e-3 * torch.randn(images.shape, generator=generator, dtype=images.dtype).to(images.device)
     size = images.new_ones(len(images))
     smallest, best = torch.full_like(size, torch.inf), torch.zeros_like(images)
     for i in range(iterations):

@@ -116,9 +116,9 @@ def teacher_sample(
     progress: Callable[[str, int, int], None] = _silent,
 ) -> Sample:
     """CLS and some patches of every image after every layer; extra tokens of the teacher count as context only."""
-    samples = []
+    samples, device = [], next(teacher.parameters()).device
     for start in range(0, len(images), batch_size):
-        states = torch.stack(teacher.trace(images[start : start + batch_size]).states)  # (D+1, b, n, d)
+        states = torch.stack(teacher.trace(images[start : start + batch_size].to(device)).states)  # (D+1, b, n, d)
         kept = sample_tokens(states[:, :, : 1 + teacher.num_patches], seed=seed + start)
         samples.append(Sample(kept.tokens.cpu(), states.mean(dim=2).cpu()))
         progress("teacher", min(start + batch_size, len(images)), len(images))

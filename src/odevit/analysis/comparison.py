@@ -27,12 +27,10 @@ def compare(student: Any, teacher: Teacher | Answerer, split: Split) -> dict[str
 
 @torch.no_grad()
 def compare_on(student: Any, teacher: Teacher | Answerer, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """The same on batches of prepared images (b, c, S, S) and labels (b,)."""
-    device = next(student.parameters()).device
+    """The same on batches of images (b, c, S, S), prepared and on the student's device, and labels (b,)."""
     count = right_student = right_teacher = observed = certified = 0
     note, certifiable, timed, kept = "", True, None, []
     for images, labels in batches:
-        images = images.to(device)
         timed = images[:TIMED_IMAGES] if timed is None else timed
         batch = agreement(student, teacher, images, labels)
         kept += [(images, labels)] if count < MOST_IMAGES else []

@@ -72,7 +72,7 @@ def patch_states(study: Study, images: Tensor) -> tuple[Tensor, Tensor | None]:
         student.append(states[:, :, 1 : 1 + count].flatten(1, 2).cpu())
         if comparable:
             assert study.teacher is not None
-            layers = torch.stack(study.teacher.trace(part).states)  # (D + 1, b, n, d')
+            layers = torch.stack(study.teacher.trace(study.for_teacher(part)).states)  # (D + 1, b, n, d')
             teacher.append(layers[:, :, 1 : 1 + count].flatten(1, 2).cpu())
     return torch.cat(student, dim=1), torch.cat(teacher, dim=1) if comparable else None
 

@@ -105,11 +105,12 @@ def make_study(
     split, name = (data.test, "test") if data.test is not None else (data.val, "validation")
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(len(split), generator=generator)[:max_images].sort().values
-    images, labels = split.fetch(rows)
+    pixels, labels = split.fetch(rows)
+    images = model_input(model, pixels)
     return Study(
         model=model.eval(),
-        images=model_input(model, images),
-        labels=labels,
+        images=images,
+        labels=labels.to(images.device),
         class_names=data.class_names,
         teacher=teacher,
         seed=seed,

@@ -9,6 +9,7 @@ from rich.console import Console
 from torch import Tensor
 
 from odevit.atomic import write_file
+from odevit.commands import best_device
 from odevit.commands.console import print_table
 from odevit.commands.evaluate import choose_split, load_data_for
 from odevit.data import Split, derive_seed
@@ -41,7 +42,8 @@ def calibrate(
     folder = Path(resolve_model(model))
     if not folder.is_dir():
         raise ValueError(f"calibrate writes into the model's folder; {model} is not one here: download it first")
-    network = load_odevit(model)
+    network: Any = load_odevit(model)
+    network.to(best_device())
     if network.config.architectures == ["OdeViTModel"]:
         raise ValueError(f"{model} has no head, so there are no answers to calibrate; train one first")
     images, labels = shuffled(network, choose_split(load_data_for(network, data), split), max_images)
@@ -67,7 +69,7 @@ def shuffled(network: Any, split: Split, most: int) -> tuple[Tensor, Tensor]:
     order = torch.randperm(len(split), generator=generator)[:most]
     parts = list(split.stream(list(order.split(256))))
     images = torch.cat([model_input(network, pixels) for pixels, _ in parts])
-    return images, torch.cat([labels for _, labels in parts])
+    return images, torch.cat([labels for _, labels in parts]).to(images.device)
 
 
 def adopt_cheapest(network: Any, images: Tensor, labels: Tensor, alpha: float, quiet: bool = False) -> Setting:

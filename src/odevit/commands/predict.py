@@ -14,6 +14,7 @@ from rich.progress import track
 from rich.text import Text
 from torch import Tensor
 
+from odevit.commands import best_device
 from odevit.commands.console import check_output
 from odevit.data.decode import CorruptImageError, find_images, read_image
 from odevit.training.classifiers import load_classifier, own_frame
@@ -48,7 +49,7 @@ def predict(
     """Print the answer for every image; the number of images that could not be read."""
     if attention is not None:
         check_output(attention)
-    network = load_classifier(model)
+    network = load_classifier(model).to(best_device())
     files = list(find_images(images))
     if not files:
         raise ValueError("no images given")
@@ -121,7 +122,7 @@ def probabilities(
     """Of every decoded image (c, S, S): the probabilities (classes,), and its steps where it may stop early."""
     output = network(model_input(network, torch.from_numpy(np.stack(pixels))), **options)
     taken = output.steps.tolist() if options.get("halting") else [None] * len(pixels)
-    return list(zip(output.logits.softmax(-1), taken, strict=True))
+    return list(zip(output.logits.softmax(-1).cpu(), taken, strict=True))
 
 
 def ranked(network: Any, scores: Tensor) -> list[tuple[str, float]]:

@@ -218,7 +218,7 @@ def sample_traces(
         yield from map(cache.trace, rows)
         return
     for images, _ in data.train.stream(list(rows)):
-        yield teacher.trace(teacher.renormalise(model_input(student, images.to(device)), student.config))
+        yield teacher.trace(teacher.renormalise(model_input(student, images).to(device), student.config))
 
 
 class Distillation:

@@ -273,7 +273,7 @@ def certify(model: Any, images: Tensor) -> Certificate:
     ]
     head, last = model.classifier.weight, norm_derivatives_bound(model.norm, states[-1][:, :1])
     readout = (head[answer] - head.unsqueeze(1)).norm(dim=-1)  # ‖w_y - w_j‖, (C, b)
-    itself = torch.arange(len(head))[:, None] == answer  # (C, b)
+    itself = torch.arange(len(head), device=answer.device)[:, None] == answer  # (C, b)
 
     def certified(rho: Tensor) -> Tensor:
         """Whether every other class stays below the answer for all perturbations of size rho (b,)."""

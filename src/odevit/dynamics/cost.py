@@ -88,7 +88,7 @@ def describe(model: Any, *, num_steps: int | None = None, solver: str | None = N
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(1, config.num_channels, config.image_size, config.image_size, generator=generator)
     with torch.no_grad():
-        tokens = model.odevit.embed(image)
+        tokens = model.odevit.embed(image.to(next(model.parameters()).device))
         try:
             bounds = [float(field_bound(field, tokens)) for field in model.odevit.fields]
         except ValueError:  # no bound is known for this attention

@@ -27,7 +27,6 @@ def evaluate(
     With an accelerator the split is shared among its processes.
     """
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    device = next(model.parameters()).device
     options = {name: value for name, value in (("num_steps", num_steps), ("solver", solver)) if value is not None}
     counts = torch.zeros(5, dtype=torch.float64)  # right at 1, 3, 5; summed loss; images
     with eval_mode(model):
@@ -35,7 +34,7 @@ def evaluate(
             count = len(batch.labels)
             # without a share of the last batch, one blank image: split weights are gathered by all processes together
             images = batch.images if count else batch.images.new_zeros(1, *batch.images.shape[1:])
-            logits = model(model_input(model, images.to(device)), **options).logits[:count].float().cpu()
+            logits = model(model_input(model, images), **options).logits[:count].float().cpu()
             counts += _count(logits, batch.labels)
     right1, right3, right5, loss, count = (
         accelerator.reduce(counts.to(accelerator.device)) if world > 1 else counts
@@ -79,12 +78,13 @@ def _count(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def model_input(model: Any, images: Tensor) -> Tensor:
-    """uint8 or float images of any size → what the model expects, as its config says."""
+    """uint8 or float images of any size → what the model expects, as its config says, on its device."""
     if not model.config.image_mean or not model.config.image_std:
         raise ValueError(
             "the model does not say with which mean and std its images were normalised: put image_mean and image_std "
             "into its config.json, or a preprocessor_config.json beside it"
         )
+    images = images.to(next(model.parameters()).device)
     return prepare(images, model.config.image_size, model.config.image_mean, model.config.image_std)
 
 
@@ -102,7 +102,7 @@ def monitors(
     if hasattr(model, "odevit"):
         from odevit.dynamics.monitor import flow_measures
 
-        pixels = split.fetch(torch.arange(min(images, len(split))))[0].to(next(model.parameters()).device)
+        pixels = split.fetch(torch.arange(min(images, len(split))))[0]
         with eval_mode(model), torch.random.fork_rng():
             inputs = model_input(model, pixels)
             record |= flow_measures(model, inputs)
