@@ -149,6 +149,10 @@ def export(
 @app.command()
 def distill(
     teacher: Annotated[str | None, typer.Option(help="Folder or hub name of a trained ViT.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option("--prompts", help="CLIP, SigLIP: 'a photo of a {}' makes the data's class names the head."),
+    ] = None,
     data: Annotated[str | None, typer.Option("--data", help="As in eval; overrides the recipe's.")] = None,
     recipe: Annotated[str | None, typer.Option(help="As in train; default: the built-in recipe.")] = None,
     overrides: Overrides = None,

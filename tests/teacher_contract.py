@@ -30,13 +30,20 @@ def rebuild_tokens(teacher: Teacher, x: Tensor) -> Tensor:
     parts = teacher.parts()
     patches = F.conv2d(x, parts.patch_weight, parts.patch_bias, stride=teacher.patch_size).flatten(2).mT
     tokens = torch.cat([parts.cls_token.expand(len(x), -1, -1), patches], dim=1) + parts.positions
+    if parts.embedding_norm_weight is not None:
+        norm = parts.embedding_norm_weight, parts.embedding_norm_bias
+        tokens = F.layer_norm(tokens, (teacher.width,), *norm, parts.norm_eps)
     return tokens if parts.registers is None else torch.cat([tokens, parts.registers.expand(len(x), -1, -1)], dim=1)
 
 
 def read_out(teacher: Teacher, state: Tensor, token: int = 0) -> Tensor:
     parts = teacher.parts()
-    cls = F.layer_norm(state[:, token], (teacher.width,), parts.norm_weight, parts.norm_bias, parts.norm_eps)
-    return F.linear(cls, parts.head_weight, parts.head_bias)
+    features = parts.norm(state[:, token])
+    if parts.projection_weight is not None:
+        features = F.linear(features, parts.projection_weight)
+    if parts.unit_features:
+        features = features / features.norm(dim=-1, keepdim=True)
+    return F.linear(features, parts.head_weight, parts.head_bias)
 
 
 class TeacherContract:
@@ -72,8 +79,10 @@ class TeacherContract:
         with torch.no_grad():
             output = model.eval()(images())
         own = output if isinstance(output, Tensor) else output.logits
-        assert torch.equal(trace.logits, own)
-        assert torch.equal(teacher(images()), own)
+        # the attention that pools a tower without CLS rounds differently in a copy's memory: 1e-7 was seen
+        rounding = {"rtol": 0, "atol": 0} if teacher.adapter.looks_at_cls else {"rtol": 1e-6, "atol": 1e-6}
+        torch.testing.assert_close(trace.logits, own, **rounding)
+        assert torch.equal(teacher(images()), trace.logits)
         assert own.shape == (2, 5)
         if parts.head_note == "":
             torch.testing.assert_close(read_out(teacher, trace.states[-1]), own, rtol=1e-4, atol=1e-5)
@@ -83,16 +92,21 @@ class TeacherContract:
     def test_the_copied_norm_is_the_teachers_down_to_its_eps(self, model):
         teacher = load_teacher(model)
         parts = teacher.parts()
+        if teacher.anatomy.norm is None:
+            assert parts.norm_weight is parts.norm_bias is None
+            return
         small = 1e-3 * torch.randn(4, 32)  # where the variance is as small as eps
-        copied = F.layer_norm(small, (32,), parts.norm_weight, parts.norm_bias, parts.norm_eps)
-        assert torch.equal(copied, teacher.anatomy.norm(small))
+        assert torch.equal(parts.norm(small), teacher.anatomy.norm(small))
 
     def test_attention_is_a_part_of_a_softmax_row(self, model):
         teacher = load_teacher(model)
         attention = teacher.trace(images(), attention=True).attention
         assert attention.shape == (2, 2, 16)
         assert (attention > 0).all()
-        assert (attention.sum(-1) < 1).all()  # the rest goes to CLS and the extra tokens
+        if teacher.adapter.looks_at_cls:
+            assert (attention.sum(-1) < 1).all()  # the rest goes to CLS and the extra tokens
+        else:
+            torch.testing.assert_close(attention.sum(-1), torch.ones(2, 2))
         assert teacher.trace(images()).attention is None
 
     def test_the_given_model_and_the_teacher_never_change(self, model):
@@ -137,7 +151,7 @@ class TeacherContract:
         x = teacher.trace(images()).states[1].requires_grad_()
         teacher.block(1, x).square().sum().backward()
         assert x.grad is not None
-        assert x.grad.abs().min() > 0
+        assert (x.grad if teacher.adapter.looks_at_cls else x.grad[:, 1:]).abs().min() > 0
         assert all(parameter.grad is None for parameter in teacher.parameters())
 
     @pytest.mark.parametrize(("image_size", "patch_size"), [(48, None), (24, None), (16, 4), (64, 16), (32, 4)])

@@ -6,15 +6,17 @@ Behind a linear head z = W c + b, the answer y stays the same in the open ball a
 
 the distance to the nearest decision plane: no larger ball has this property. So a student that reads its state with
 the teacher's own norm and head certainly agrees wherever ‖c_student - c_teacher‖ < r(c_teacher).
+
+A tower that compares P c / ‖P c‖ with texts W answers as the linear head W P does, because the length changes no order:
+its radius is that of W P, exactly, and c is what it is for every other teacher.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import linear
 
 from odevit.analysis import Finding, Study, register_analysis
 from odevit.dynamics.arrival import distance_and_radius
@@ -71,8 +73,8 @@ def agreement(
 def _compare(student: Any, teacher: Any, parts: Any, images: Tensor) -> tuple[dict[str, Tensor], str]:
     """Answers of one batch, with distances and radii where both read the state alike; and a note."""
     state = student.odevit.evolve(student.odevit.embed(images)).xs[-1]  # (b, n, d)
-    read_out = student.read_out(state).double()  # (b, d)
-    mine = linear(read_out, student.classifier.weight.double(), student.classifier.bias.double())
+    features, head = student.features(state).double(), student.answer_head()  # (b, d)
+    mine = student.classify(state) if head is None else linear(features, head[0].double(), head[1].double())
     theirs_to_see = teacher.renormalise(images, student.config)
     if parts is None:
         answers = teacher.answer(theirs_to_see).argmax(1)
@@ -101,16 +103,17 @@ def _same_reading(student: Any, parts: Any, target: Tensor, logits: Tensor | Non
     """
     if student.config.pool != "cls":
         return None, f"the student reads its tokens by pool={student.config.pool!r}, the teacher its CLS token"
-    if target.shape[1] != student.classifier.weight.shape[1]:
-        return None, f"the teacher is {target.shape[1]} wide and the student {student.classifier.weight.shape[1]}"
-    read_by_student = read(target, student.norm, student.classifier.weight, student.classifier.bias)
+    head = student.answer_head()
+    if head is None:
+        return None, "the student's unit features meet a bias that differs between classes"
+    if target.shape[1] != head[0].shape[1]:
+        return None, f"the teacher is {target.shape[1]} wide and the student {head[0].shape[1]}"
+    read_by_student = read(target, student.norm, *head)
     if parts.head_weight is None:
         if logits is not None:
             return None, f"the teacher's classifier does not read CLS alone: {parts.head_note}"
         return read_by_student, "the teacher has no classifier, its state is read with the student's"
-    norm = partial(layer_norm, normalized_shape=target.shape[1:], eps=parts.norm_eps)
-    norm = partial(norm, weight=parts.norm_weight, bias=parts.norm_bias)
-    read_by_teacher = read(target, norm, parts.head_weight, parts.head_bias)
+    read_by_teacher = read(target, parts.norm, *parts.answer_head())
     if read_by_teacher.shape != read_by_student.shape:
         classes = read_by_teacher.shape[1], read_by_student.shape[1]
         return None, f"the teacher has {classes[0]} classes and the student {classes[1]}"

@@ -55,6 +55,7 @@ QUICK_REPORT = Report(max_images=64, options=QUICK)  # a minute or two for a CIF
 def distill(
     *,
     teacher: str | None = None,
+    prompts: Sequence[str] | None = None,
     data: str | None = None,
     recipe: str | Path | None = None,
     overrides: Sequence[str] | None = None,
@@ -74,7 +75,9 @@ def distill(
     if values["task"] != "distill":
         raise ValueError(f"{recipe} trains without a teacher (it has no task: distill); run: odevit train {recipe}")
     assignments = [*(overrides or ()), *(["data.strict=true"] if strict else [])]
-    for key, value in (("distill.teacher", teacher), ("data.name", data), ("output", output)):
+    texts = json.dumps(list(prompts)) if prompts else None
+    given = (("distill.teacher", teacher), ("distill.prompts", texts), ("data.name", data), ("output", output))
+    for key, value in given:
         assignments += [f"{key}={value}"] if value else []
     if smoke:
         values, assignments = {**values, **SMOKE}, [*SMOKE_OVERRIDES, *assignments]

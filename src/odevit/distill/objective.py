@@ -51,6 +51,8 @@ class DistillConfig:
     # "path": a student of its teacher's shape follows its states; "answers": a student of any shape (the recipe's model
     # as in training) learns the answers of any image classifier
     match: Literal["path", "answers"] = "path"
+    # of a two-tower teacher (CLIP, SigLIP): "a photo of a {}"; the data's class names in such texts become its head
+    prompts: list[str] = field(default_factory=list)
     extra_images: str = ""  # answers only: another data set whose images, never its labels, the teacher answers too
     losses: dict[str, float] = field(default_factory=lambda: {"cls_path": 1.0})  # names in `losses.LOSSES`, weights
     placement: str = "distance"  # of the meeting times: "distance" (paper) or "uniform"
@@ -93,6 +95,8 @@ class DistillConfig:
                 f"distill.cache: {self.cache} does not go with distill.match: {self.match}; answers need only logits, "
                 "a path needs cls or all"
             )
+        if self.prompts and self.match != "path":
+            raise ValueError("distill.prompts are for distill.match: path")
         if self.extra_images and self.match != "answers":
             raise ValueError("distill.extra_images are for distill.match: answers")
 
@@ -154,7 +158,9 @@ def build(
             "distillation needs a teacher: --teacher DIRECTORY_OR_HUB_NAME, or distill.teacher in the recipe"
         )
     if teacher is None:
-        teacher = load_teacher(config.teacher, image_size=recipe.data.image_size)
+        teacher = load_teacher(
+            config.teacher, image_size=recipe.data.image_size, prompts=config.prompts, class_names=data.class_names
+        )
     teacher.to(device)
     options = dict(recipe.model)
     if not teacher.num_labels:
@@ -295,7 +301,7 @@ class Distillation:
         """
         trace = self.teacher.to(images.device).trace(self.teacher.renormalise(images, model.config))
         target = trace.states[-1][:, 0]
-        if model.config.pool != "cls" or target.shape[1] != model.classifier.weight.shape[1]:
+        if model.config.pool != "cls" or (head := model.answer_head()) is None or target.shape[1] != head[0].shape[1]:
             return {}
         state = model.odevit.evolve(model.odevit.embed(images)).xs[-1]
         distance, radius = distance_and_radius(model, state, target)

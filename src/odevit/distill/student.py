@@ -13,7 +13,7 @@ from odevit.teachers.teacher import Teacher, load_teacher
 # fields of OdeViTConfig that a student takes over with the teacher's weights
 TEACHERS_OWN = (
     "hidden_size", "num_attention_heads", "image_size", "patch_size", "num_channels", "tokenizer", "final_norm",
-    "layer_norm_eps",
+    "layer_norm_eps", "embedding_norm", "projection_size", "unit_features",
 )  # fmt: skip
 
 
@@ -59,7 +59,10 @@ def student_of(teacher: Any, *, freeze_head: bool = True, **overrides: Any) -> O
             "depth": teacher.depth,
             "num_steps": teacher.depth,
             "num_registers": extras,
-            "final_norm": "layer",
+            "final_norm": "none" if parts.norm_weight is None else "layer",
+            "embedding_norm": "none" if parts.embedding_norm_weight is None else "layer",
+            "projection_size": None if parts.projection_weight is None else parts.projection_weight.shape[0],
+            "unit_features": parts.unit_features,
             "layer_norm_eps": parts.norm_eps,
             "num_labels": teacher.num_labels or 2,
             "image_mean": None if parts.mean is None else list(parts.mean),
@@ -73,8 +76,10 @@ def student_of(teacher: Any, *, freeze_head: bool = True, **overrides: Any) -> O
     if labels and len(labels) == config.num_labels:
         student.config.id2label, student.config.label2id = dict(labels), {name: i for i, name in labels.items()}
     if freeze_head and parts.head_weight is not None:
-        student.norm.requires_grad_(False)
         student.classifier.requires_grad_(False)
+    if freeze_head and (parts.head_weight is not None or parts.projection_weight is not None):
+        student.norm.requires_grad_(False)
+        student.projection.requires_grad_(False)
     return student
 
 
@@ -84,23 +89,27 @@ def copy_parts(teacher: Teacher, student: OdeViTForImageClassification) -> list[
 
     Registers are copied when the student has as many as the teacher has extra tokens.
     """
-    parts, base = teacher.parts(), student.odevit
-    pairs: dict[str, tuple[Tensor, Tensor | None]] = {
-        "odevit.tokenizer.projection.weight": (base.tokenizer.projection.weight, parts.patch_weight),  # type: ignore
-        "odevit.tokenizer.projection.bias": (base.tokenizer.projection.bias, parts.patch_bias),  # type: ignore
-        "odevit.cls_token": (base.cls_token, parts.cls_token),
-        "odevit.positions": (base.positions, parts.positions),
-        "norm.weight": (student.norm.weight, parts.norm_weight),  # type: ignore[dict-item]
-        "norm.bias": (student.norm.bias, parts.norm_bias),  # type: ignore[dict-item]
-        "classifier.weight": (student.classifier.weight, parts.head_weight),
-        "classifier.bias": (student.classifier.bias, parts.head_bias),
+    parts = teacher.parts()
+    sources: dict[str, Tensor | None] = {
+        "odevit.tokenizer.projection.weight": parts.patch_weight,
+        "odevit.tokenizer.projection.bias": parts.patch_bias,
+        "odevit.cls_token": parts.cls_token,
+        "odevit.positions": parts.positions,
+        "odevit.embedding_norm.weight": parts.embedding_norm_weight,
+        "odevit.embedding_norm.bias": parts.embedding_norm_bias,
+        "norm.weight": parts.norm_weight,
+        "norm.bias": parts.norm_bias,
+        "projection.weight": parts.projection_weight,
+        "classifier.weight": parts.head_weight,
+        "classifier.bias": parts.head_bias,
     }
-    if parts.registers is not None and parts.registers.shape == base.registers.shape:
-        pairs["odevit.registers"] = (base.registers, parts.registers)
+    if parts.registers is not None and parts.registers.shape == student.odevit.registers.shape:
+        sources["odevit.registers"] = parts.registers
     copied = []
-    for name, (target, source) in pairs.items():
+    for name, source in sources.items():
         if source is None:
             continue
+        target = student.get_parameter(name)
         if target.shape != source.shape:
             raise ValueError(
                 f"{name} must have one shape in both: the student has {tuple(target.shape)}, the teacher "

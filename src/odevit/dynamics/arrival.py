@@ -90,9 +90,9 @@ def distance_and_radius(model: Any, state: Tensor, target: Tensor) -> tuple[Tens
     state (b, n, d), target (b, d) is a CLS state such as a teacher's last; both results (b,) in float64, so that the
     head's rounding cannot contradict them. Below a ratio of 1, the model certainly answers as its head does on target.
     """
-    goal, weight, bias = model.norm(target).double(), model.classifier.weight.double(), model.classifier.bias
-    logits = linear(goal, weight, None if bias is None else bias.double())
-    return torch.linalg.vector_norm(model.read_out(state).double() - goal, dim=1), contraction_radius(logits, weight)
+    goal, (weight, bias) = model.norm(target).double(), (part.double() for part in model.answer_head())
+    distance = torch.linalg.vector_norm(model.features(state).double() - goal, dim=1)
+    return distance, contraction_radius(linear(goal, weight, bias), weight)
 
 
 class Certified:
@@ -107,6 +107,8 @@ class Certified:
             raise ValueError(f"certified halting covers Euler steps, this model's solver is {model.config.solver!r}")
         if model.config.pool == "sequence":
             raise ValueError("certified halting covers heads that read CLS or a mean; a learned weighting has no bound")
+        if model.answer_head() is None:
+            raise ValueError("certified halting of unit features needs one bias for all classes")
         self.model = model
 
     @torch.no_grad()
@@ -120,7 +122,9 @@ class Certified:
             return certain
         x, last = moment.state, (moment.state - moment.before).flatten(1).norm(dim=1)
         field, read = self.model.odevit.fields[phase], self._read_out_slope(x)
-        radius = contraction_radius(moment.logits, self.model.classifier.weight) * (1 - ROUNDING)
+        weight, bias = self.model.answer_head()
+        logits = linear(self.model.features(x), weight, bias)
+        radius = contraction_radius(logits, weight) * (1 - ROUNDING)
         if isinstance(field, ContractiveField):  # ℓ = 1 everywhere, so m steps go no further than m times the last one
             growth = step_growth("euler", h, *stiffness(field, x.shape[1]))
             ball = displacement_bound(last, left, torch.full_like(last, growth))

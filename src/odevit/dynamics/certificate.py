@@ -234,6 +234,9 @@ def check_certifiable(model: Any) -> None:
         )
     if model.config.pool != "cls":
         raise ValueError(f"the certificate covers a head that reads CLS; this model has pool={model.config.pool!r}")
+    for name, covered in (("embedding_norm", "none"), ("projection_size", None), ("unit_features", False)):
+        if (value := getattr(model.config, name)) != covered:
+            raise ValueError(f"the certificate covers plain tokens and a plain head; this model has {name}={value!r}")
 
 
 def _margins(logits: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:

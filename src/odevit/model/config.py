@@ -36,6 +36,9 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     layer_norm_eps: of every LayerNorm, where there is one.
     bias: biases in the attention and MLP matrices (the paper has none; a ViT's blocks have).
     final_norm: norm before the classifier: "none" (the paper from scratch), "layer" (as behind a teacher) or "center".
+    embedding_norm: norm of the tokens before the flow, "none" but behind a CLIP teacher.
+    projection_size, unit_features: what the head reads is projected to this width, and brought to length one, as by the
+        image tower of CLIP; the head's rows are then embeddings of texts.
     dropout, drop_path: rates, active in training only.
     spectral_cap: None, or the largest spectral norm that any matrix of the field may ever have.
     meeting_times: times at which a distilled student met its teacher's layers.
@@ -69,6 +72,9 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     layer_norm_eps: float = 1e-6
     bias: bool = False
     final_norm: str = "layer"
+    embedding_norm: str = "none"
+    projection_size: int | None = None
+    unit_features: bool = False
     dropout: float | int = 0.0
     drop_path: float | int = 0.0
     spectral_cap: float | int | None = None
@@ -97,6 +103,7 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
             ("norm", NORMS),
             ("attention", ATTENTIONS),
             ("final_norm", NORMS),
+            ("embedding_norm", NORMS),
         ):
             if getattr(self, name) not in registry:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(registry)}")
@@ -135,6 +142,8 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_registers < 0:
             raise ValueError(f"num_registers must be 0 or more, got {self.num_registers}")
+        if self.projection_size is not None and self.projection_size <= 0:
+            raise ValueError(f"projection_size must be positive or None, got {self.projection_size}")
         if self.spectral_cap is not None and self.spectral_cap <= 0:
             raise ValueError(f"spectral_cap must be positive or None, got {self.spectral_cap}")
         for name in ("dropout", "drop_path"):

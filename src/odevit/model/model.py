@@ -165,6 +165,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.zeros(1, 1 + config.num_patches, width))
         self.registers = nn.Parameter(torch.zeros(1, config.num_registers, width))
+        self.embedding_norm = NORMS[config.embedding_norm](width, config.layer_norm_eps)
         self.fields = nn.ModuleList(FIELDS[config.field](config) for _ in range(config.num_fields))
         if config.spectral_cap is not None:
             cap_spectral_norms_(self.fields, config.spectral_cap)
@@ -179,7 +180,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
         positions = interpolate_positions(self.positions, self.config.grid, grid)
         cls_token, registers = (t.expand(images.shape[0], -1, -1) for t in (self.cls_token, self.registers))
         tokens = torch.cat([cls_token, self.tokenizer(images)], dim=1) + positions
-        return torch.cat([tokens, registers], dim=1)
+        return self.embedding_norm(torch.cat([tokens, registers], dim=1))
 
     def evolve(
         self,
@@ -270,14 +271,19 @@ class OdeViTModel(OdeViTPreTrainedModel):
 
 
 class OdeViTForImageClassification(OdeViTPreTrainedModel):
-    """logits = head(pool(norm(X_T))), where the pool takes CLS, a mean or a learned weighting of the tokens."""
+    """logits = head(pool(norm(X_T))), where the pool takes CLS, a mean or a learned weighting of the tokens.
+
+    As the image tower of CLIP: logits = head(u / ‖u‖), u = P pool(norm(X_T)), see projection_size and unit_features.
+    """
 
     def __init__(self, config: OdeViTConfig):
         super().__init__(config)
         self.odevit = OdeViTModel(config)
         self.norm = NORMS[config.final_norm](config.hidden_size, config.layer_norm_eps)
         self.pool = POOLS[config.pool](config.hidden_size)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]
+        size = config.projection_size or config.hidden_size
+        self.projection = nn.Linear(config.hidden_size, size, bias=False) if config.projection_size else nn.Identity()
+        self.classifier = nn.Linear(size, config.num_labels)  # type: ignore[arg-type]
         self.post_init()
 
     @classmethod
@@ -298,9 +304,27 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
         return self.classifier(self.read_out(state))
 
     def read_out(self, state: Tensor) -> Tensor:
-        """A state (b, n, d) → what the linear head reads (b, d). Registers are not read."""
+        """A state (b, n, d) → what the linear head reads, (b, d) or projected (b, e); of length one if wanted."""
+        features = self.projection(self.features(state))
+        return nn.functional.normalize(features, dim=-1) if self.config.unit_features else features
+
+    def features(self, state: Tensor) -> Tensor:
+        """A state (b, n, d) → pool(norm(state)) (b, d). Registers are not read."""
         tokens = state[:, :1] if self.config.pool == "cls" else state[:, : state.shape[1] - self.config.num_registers]
         return self.pool(self.norm(tokens))
+
+    def answer_head(self) -> tuple[Tensor, Tensor] | None:
+        """Weight (C, d) and bias (C,) of the linear map on `features` that gives this model's answers.
+
+        Its logits are the model's own. With unit features they are so times ‖u‖ > 0, so only the answers are the same,
+        and only if the bias is one number for all classes (it is dropped): None where it is not.
+        """
+        weight, bias = self.classifier.weight, self.classifier.bias
+        if isinstance(self.projection, nn.Linear):
+            weight = weight @ self.projection.weight  # (C, e) (e, d)
+        if not self.config.unit_features:
+            return weight, bias
+        return (weight, torch.zeros_like(bias)) if bool((bias == bias[0]).all()) else None
 
     def forward(
         self,

@@ -35,18 +35,25 @@ class Anatomy:
     projection: nn.Conv2d
     cls_token: Tensor  # (1, 1, d)
     extras: Tensor | None  # (1, E, d), without positions
-    positions: nn.Parameter  # (1, P + M, d): P positions for the first tokens, then one per patch
-    norm: nn.LayerNorm
+    positions: Tensor  # (1, P + M, d): P positions for the first tokens, then one per patch
+    norm: nn.LayerNorm | None  # None: CLS is read as it is
     head: nn.Linear | None  # reads norm(CLS)
     head_note: str  # empty when head(norm(CLS)) is the teacher's answer, else why not
     num_labels: int  # of the teacher's own logits; 0 without a head
     image_size: int
+    embedding_norm: nn.LayerNorm | None = None  # of the tokens, before block 1
+    readout: nn.Linear | None = None  # image towers: the head reads u / ‖u‖, u = readout(norm(CLS))
+    unit_features: bool = False
 
 
 class Family(ABC):
-    """Adapter of one family. `antialias`: how its own library interpolates positions."""
+    """Adapter of one family. `antialias`: how its own library interpolates positions.
+
+    looks_at_cls: whether its blocks read CLS; without one of its own, CLS is what its head makes of the patches.
+    """
 
     antialias = False
+    looks_at_cls = True
 
     @abstractmethod
     def recognises(self, module: nn.Module) -> bool: ...
@@ -61,6 +68,23 @@ class Family(ABC):
     @abstractmethod
     def queries_and_keys(self, block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         """(b, n, d) entering the block -> its queries and keys, each (b, h, n, e), unscaled."""
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """What the teacher keeps of a loaded model: all of it, but of two towers the image tower alone."""
+        return module
+
+    def block(self, module: Any, index: int, x: Tensor) -> Tensor:
+        """Block `index` on states (b, 1 + M + E, d) in any order of tokens."""
+        return self.anatomy(module).blocks[index](x)
+
+    def states(self, module: Any, states: list[Tensor]) -> list[Tensor]:
+        """What enters block 1 and what leaves every block -> the same as [CLS | extras | patches]."""
+        return states
+
+    def cls_attention(self, module: Any, x: Tensor) -> Tensor:
+        """States (b, n, d) entering the last block -> (b, h, n): where its CLS looks."""
+        query, key = self.queries_and_keys(self.anatomy(module).blocks[-1], x)
+        return torch.softmax(query[:, :, 0, None] @ key.mT / query.shape[-1] ** 0.5, dim=-1)[:, :, 0]
 
     @abstractmethod
     def install(self, module: Any, image_size: int, projection: nn.Conv2d, positions: nn.Parameter) -> None:
@@ -89,7 +113,7 @@ class Family(ABC):
         self.install(module, image_size, projection, positions)
 
 
-def resize_positions(positions: nn.Parameter, grid: int, new_grid: int, *, antialias: bool) -> nn.Parameter:
+def resize_positions(positions: Tensor, grid: int, new_grid: int, *, antialias: bool) -> nn.Parameter:
     """(1, P + grid², d) -> (1, P + new_grid², d): bicubic on the patches, the first P positions are kept."""
     prefix = positions.shape[1] - grid**2
     first, patches = positions.detach()[:, :prefix], positions.detach()[:, prefix:]

@@ -15,17 +15,20 @@ for it and `parts().head_weight` is None. `parts().head_note` says so; `trace().
 
 import copy
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 
 from odevit.checksum import checksum
 from odevit.teachers.adapters import is_adapter, load_adapted
 from odevit.teachers.families import TEACHERS, Anatomy, Family, resize_patch_kernel
 from odevit.teachers.preprocessing import Preprocessing, carried_preprocessing, saved_preprocessing
+from odevit.teachers.towers import zero_shot_tower
 
 __all__ = [
     "TEACHERS",
@@ -58,14 +61,34 @@ class TeacherParts:
     cls_token: Tensor  # (1, 1, d)
     positions: Tensor  # (1, 1 + M, d)
     registers: Tensor | None  # (1, E, d): the extra tokens with their positions already added
-    norm_weight: Tensor  # (d,)
-    norm_bias: Tensor  # (d,)
+    embedding_norm_weight: Tensor | None  # (d,): a norm of the tokens before block 1 (CLIP), with norm_eps
+    embedding_norm_bias: Tensor | None
+    norm_weight: Tensor | None  # (d,); None: CLS is read as it is (SigLIP)
+    norm_bias: Tensor | None  # (d,)
     norm_eps: float
-    head_weight: Tensor | None  # (labels, d)
+    projection_weight: Tensor | None  # (e, d): an image tower's projection, before the head
+    unit_features: bool  # the head reads what comes before it brought to length one
+    head_weight: Tensor | None  # (labels, d), or (labels, e) behind a projection
     head_bias: Tensor | None  # (labels,)
     head_note: str  # empty: head(norm(h_D[CLS])) gives the teacher's logits; else the reason why not
     mean: tuple[float, ...] | None  # the teacher's own normalisation per channel, for images in 0..1
     std: tuple[float, ...] | None
+
+    def norm(self, cls: Tensor) -> Tensor:
+        """(b, d) -> (b, d): the final norm."""
+        if self.norm_weight is None:
+            return cls
+        return layer_norm(cls, cls.shape[-1:], self.norm_weight, self.norm_bias, self.norm_eps)
+
+    def answer_head(self) -> tuple[Tensor, Tensor]:
+        """Weight (labels, d) and bias of the linear map on norm(CLS) that gives the answers of a teacher with a head.
+
+        Its logits are the teacher's; with unit features they are so up to a positive factor of the image.
+        """
+        assert self.head_weight is not None
+        assert self.head_bias is not None
+        weight = self.head_weight if self.projection_weight is None else self.head_weight @ self.projection_weight
+        return weight, torch.zeros_like(self.head_bias) if self.unit_features else self.head_bias
 
 
 class Teacher(nn.Module):
@@ -133,18 +156,16 @@ class Teacher(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-        states = [self.extras_last(state) for state in states]
+        states = [self.extras_last(state) for state in self.adapter.states(self.module, states)]
         return TeacherTrace(states, self.cls_attention(states[-2]) if attention else None, logits)
 
     def block(self, index: int, x: Tensor) -> Tensor:
         """Block `index` (from 0) on tokens (b, n, d) in any order; gradients reach x, never the teacher."""
-        return self.anatomy.blocks[index](x)
+        return self.adapter.block(self.module, index, x)
 
     def cls_attention(self, x: Tensor) -> Tensor:
         """(b, 1 + M + E, d) entering the last block -> (b, h, M): how its CLS attends to the patches."""
-        query, key = self.adapter.queries_and_keys(self.anatomy.blocks[-1], x)
-        row = torch.softmax(query[:, :, :1] @ key.mT / query.shape[-1] ** 0.5, dim=-1)  # (b, h, 1, n)
-        return row[:, :, 0, 1 : 1 + self.num_patches]
+        return self.adapter.cls_attention(self.module, x)[:, :, 1 : 1 + self.num_patches]
 
     def extras_last(self, state: Tensor) -> Tensor:
         """[CLS | extras | patches], the order of every family, -> [CLS | patches | extras]."""
@@ -168,9 +189,13 @@ class Teacher(nn.Module):
             cls_token=copied(a.cls_token),
             positions=torch.cat([cls_position, positions[:, prefix:]], dim=1),
             registers=extras,
-            norm_weight=copied(a.norm.weight),
-            norm_bias=copied_bias(a.norm),
-            norm_eps=a.norm.eps,
+            embedding_norm_weight=None if a.embedding_norm is None else copied(a.embedding_norm.weight),
+            embedding_norm_bias=None if a.embedding_norm is None else copied_bias(a.embedding_norm),
+            norm_weight=None if a.norm is None else copied(a.norm.weight),
+            norm_bias=None if a.norm is None else copied_bias(a.norm),
+            norm_eps=1e-6 if a.norm is None else a.norm.eps,
+            projection_weight=None if a.readout is None else copied(a.readout.weight),
+            unit_features=a.unit_features,
             head_weight=None if a.head is None else copied(a.head.weight),
             head_bias=None if a.head is None else copied_bias(a.head),
             head_note=a.head_note,
@@ -229,20 +254,28 @@ def model_class(config: Any) -> Any:
 
 
 def load_teacher(
-    source: str | Path | nn.Module, image_size: int | None = None, patch_size: int | None = None
+    source: str | Path | nn.Module,
+    image_size: int | None = None,
+    patch_size: int | None = None,
+    prompts: Sequence[str] = (),
+    class_names: Sequence[str] = (),
 ) -> Teacher:
     """A frozen teacher from a folder, a hub name (`timm/…` through timm, else transformers) or a model in memory.
 
     A model in memory is deep-copied: neither its weights, nor its mode, nor its requires_grad flags ever change.
     image_size: the square images it will take; positions are interpolated once, the way its own library does.
     patch_size: another patch size by pseudo-inverse resize of the patch kernel, e.g. 8 for images of half the size.
+    prompts, class_names: of a two-tower model (CLIP, SigLIP), whose text tower turns them into its head.
     """
     if isinstance(source, nn.Module):
         find_family(source)  # fail before copying
         module, preprocessing = copy.deepcopy(source), carried_preprocessing(source)
     else:
         module, preprocessing = read_model(str(source))
+    if prompts:
+        module = zero_shot_tower(module, read_tokenizer(source), class_names, prompts)
     family = find_family(module)
+    module = TEACHERS[family].prepare(module)
     TEACHERS[family].resize(module, image_size, patch_size)
     return Teacher(module, family, preprocessing=preprocessing)
 
@@ -270,6 +303,20 @@ def read_model(name: str) -> tuple[nn.Module, Preprocessing]:
         return read_timm(f"hf-hub:{name}") if name.startswith("timm/") else read_huggingface(name)
     except OSError as error:
         raise ValueError(f"cannot read a teacher from {name!r}, neither a folder nor a model of the hub") from error
+
+
+def read_tokenizer(source: Any) -> Any:
+    """The tokenizer beside a two-tower model's weights."""
+    from transformers import AutoTokenizer
+
+    if isinstance(source, nn.Module):
+        raise ValueError("prompts need a folder or hub name with a tokenizer; in memory: zero_shot_tower(model, …)")
+    try:
+        return AutoTokenizer.from_pretrained(str(source))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"prompts need the tokenizer of the text tower, and {source} has none that can be read"
+        ) from error
 
 
 def read_timm(name: str) -> tuple[nn.Module, Preprocessing]:
