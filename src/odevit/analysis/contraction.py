@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from odevit.analysis import Finding, Study, register_analysis
-from odevit.dynamics.arrival import distance_and_radius
+from odevit.dynamics.arrival import answer_head, distance_and_radius
 from odevit.teachers.answerer import Answerer
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def agreement(
 def _compare(student: Any, teacher: Any, parts: Any, images: Tensor) -> tuple[dict[str, Tensor], str]:
     """Answers of one batch, with distances and radii where both read the state alike; and a note."""
     state = student.odevit.evolve(student.odevit.embed(images)).xs[-1]  # (b, n, d)
-    features, head = student.features(state).double(), student.answer_head()  # (b, d)
+    features, head = student.features(state).double(), answer_head(student)  # (b, d)
     mine = student.classify(state) if head is None else linear(features, head[0].double(), head[1].double())
     theirs_to_see = teacher.renormalise(images, student.config)
     if parts is None:
@@ -103,7 +103,7 @@ def _same_reading(student: Any, parts: Any, target: Tensor, logits: Tensor | Non
     """
     if student.config.pool != "cls":
         return None, f"the student reads its tokens by pool={student.config.pool!r}, the teacher its CLS token"
-    head = student.answer_head()
+    head = answer_head(student)
     if head is None:
         return None, "the student's unit features meet a bias that differs between classes"
     if target.shape[1] != head[0].shape[1]:

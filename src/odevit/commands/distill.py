@@ -18,7 +18,8 @@ from odevit.distill.answers import build_answers
 from odevit.distill.objective import build
 from odevit.recipe import Recipe, override
 from odevit.teachers.answerer import Answerer
-from odevit.teachers.teacher import Teacher, find_family, model_class, tiny_teacher
+from odevit.teachers.reading import model_class
+from odevit.teachers.teacher import Teacher, find_family, tiny_teacher
 from odevit.training.claim import claim_run
 from odevit.training.classifiers import adapt_to_data
 from odevit.training.loop import Result, fit

@@ -29,7 +29,7 @@ from odevit.distill.meeting import (
     unroll,
 )
 from odevit.distill.student import student_of
-from odevit.dynamics.arrival import distance_and_radius
+from odevit.dynamics.arrival import answer_head, distance_and_radius
 from odevit.dynamics.monitor import spread
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import SOLVERS
@@ -301,7 +301,7 @@ class Distillation:
         """
         trace = self.teacher.to(images.device).trace(self.teacher.renormalise(images, model.config))
         target = trace.states[-1][:, 0]
-        if model.config.pool != "cls" or (head := model.answer_head()) is None or target.shape[1] != head[0].shape[1]:
+        if model.config.pool != "cls" or (head := answer_head(model)) is None or target.shape[1] != head[0].shape[1]:
             return {}
         state = model.odevit.evolve(model.odevit.embed(images)).xs[-1]
         distance, radius = distance_and_radius(model, state, target)

@@ -84,13 +84,29 @@ def contraction_radius(logits: Tensor, head_weight: Tensor) -> Tensor:
     return radius.scatter(1, answer[:, None], torch.inf).min(dim=1).values
 
 
+def answer_head(model: Any) -> tuple[Tensor, Tensor] | None:
+    """Weight (C, d) and bias (C,) of the linear map on `model.features` that gives the model's answers.
+
+    Its logits are the model's own. With unit features they are so times ‖u‖ > 0, so only the answers are the same, and
+    only if the bias is one number for all classes (it is dropped): None where it is not.
+    """
+    weight, bias = model.classifier.weight, model.classifier.bias
+    if isinstance(model.projection, nn.Linear):
+        weight = weight @ model.projection.weight  # (C, e) (e, d)
+    if not model.config.unit_features:
+        return weight, bias
+    return (weight, torch.zeros_like(bias)) if bool((bias == bias[0]).all()) else None
+
+
 def distance_and_radius(model: Any, state: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """‖norm(CLS of state) - norm(target)‖, and the radius around the latter in which the head cannot change its answer.
 
     state (b, n, d), target (b, d) is a CLS state such as a teacher's last; both results (b,) in float64, so that the
     head's rounding cannot contradict them. Below a ratio of 1, the model certainly answers as its head does on target.
     """
-    goal, (weight, bias) = model.norm(target).double(), (part.double() for part in model.answer_head())
+    head = answer_head(model)
+    assert head is not None
+    goal, weight, bias = model.norm(target).double(), head[0].double(), head[1].double()
     distance = torch.linalg.vector_norm(model.features(state).double() - goal, dim=1)
     return distance, contraction_radius(linear(goal, weight, bias), weight)
 
@@ -107,9 +123,10 @@ class Certified:
             raise ValueError(f"certified halting covers Euler steps, this model's solver is {model.config.solver!r}")
         if model.config.pool == "sequence":
             raise ValueError("certified halting covers heads that read CLS or a mean; a learned weighting has no bound")
-        if model.answer_head() is None:
+        head = answer_head(model)
+        if head is None:
             raise ValueError("certified halting of unit features needs one bias for all classes")
-        self.model = model
+        self.model, self.head = model, head
 
     @torch.no_grad()
     def __call__(self, moment: Moment) -> Tensor:
@@ -122,9 +139,7 @@ class Certified:
             return certain
         x, last = moment.state, (moment.state - moment.before).flatten(1).norm(dim=1)
         field, read = self.model.odevit.fields[phase], self._read_out_slope(x)
-        weight, bias = self.model.answer_head()
-        logits = linear(self.model.features(x), weight, bias)
-        radius = contraction_radius(logits, weight) * (1 - ROUNDING)
+        radius = contraction_radius(linear(self.model.features(x), *self.head), self.head[0]) * (1 - ROUNDING)
         if isinstance(field, ContractiveField):  # ℓ = 1 everywhere, so m steps go no further than m times the last one
             growth = step_growth("euler", h, *stiffness(field, x.shape[1]))
             ball = displacement_bound(last, left, torch.full_like(last, growth))

@@ -45,6 +45,10 @@ def check_contractive(model: Any) -> None:
         )
     if type(model.classifier) is not nn.Linear:
         raise ValueError(f"the certificate covers a linear head only, got {type(model.classifier).__name__}")
+    if config.embedding_norm != "none" or config.projection_size is not None or config.unit_features:
+        raise ValueError(
+            "the certificate covers no norm of the tokens and no projection or unit length before the head"
+        )
     if not config.image_std:
         raise ValueError("the certificate is in pixels, so it needs the normalisation: image_std in the model's config")
 

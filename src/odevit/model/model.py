@@ -313,19 +313,6 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
         tokens = state[:, :1] if self.config.pool == "cls" else state[:, : state.shape[1] - self.config.num_registers]
         return self.pool(self.norm(tokens))
 
-    def answer_head(self) -> tuple[Tensor, Tensor] | None:
-        """Weight (C, d) and bias (C,) of the linear map on `features` that gives this model's answers.
-
-        Its logits are the model's own. With unit features they are so times ‖u‖ > 0, so only the answers are the same,
-        and only if the bias is one number for all classes (it is dropped): None where it is not.
-        """
-        weight, bias = self.classifier.weight, self.classifier.bias
-        if isinstance(self.projection, nn.Linear):
-            weight = weight @ self.projection.weight  # (C, e) (e, d)
-        if not self.config.unit_features:
-            return weight, bias
-        return (weight, torch.zeros_like(bias)) if bool((bias == bias[0]).all()) else None
-
     def forward(
         self,
         pixel_values: Tensor | None = None,

@@ -14,7 +14,6 @@ for it and `parts().head_weight` is None. `parts().head_note` says so; `trace().
 """
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from odevit.checksum import checksum
-from odevit.teachers.adapters import is_adapter, load_adapted
-from odevit.teachers.families import TEACHERS, Anatomy, Family, resize_patch_kernel
-from odevit.teachers.preprocessing import Preprocessing, carried_preprocessing, saved_preprocessing
+from odevit.teachers.families import TEACHERS, Anatomy, Family
+from odevit.teachers.preprocessing import Preprocessing, carried_preprocessing
+from odevit.teachers.reading import read_model, read_tokenizer
+from odevit.teachers.resizing import resize_patch_kernel
 from odevit.teachers.towers import zero_shot_tower
 
 __all__ = [
@@ -246,13 +246,6 @@ def find_family(module: nn.Module) -> str:
     )
 
 
-def model_class(config: Any) -> Any:
-    """The class of transformers that a checkpoint's config names."""
-    import transformers
-
-    return getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForImageClassification)
-
-
 def load_teacher(
     source: str | Path | nn.Module,
     image_size: int | None = None,
@@ -288,58 +281,6 @@ def tiny_teacher(
         raise ValueError(f"unknown teacher family {family!r}; choose one of {', '.join(TEACHERS)}")
     sizes = {"image_size": image_size, "patch_size": patch_size}
     return load_teacher(TEACHERS[family].example(**sizes, num_labels=num_labels, num_channels=num_channels))
-
-
-def read_model(name: str) -> tuple[nn.Module, Preprocessing]:
-    config_file = Path(name) / "config.json"
-    if is_adapter(name):
-        module, base = load_adapted(name)
-        return module, saved_preprocessing(base)
-    if Path(name).exists() and not config_file.is_file():
-        raise ValueError(f"a teacher's folder must hold a config.json and its weights, {name} has no config.json")
-    try:
-        if config_file.is_file() and "model_type" not in json.loads(config_file.read_text()):
-            return read_timm(f"local-dir:{name}")
-        return read_timm(f"hf-hub:{name}") if name.startswith("timm/") else read_huggingface(name)
-    except OSError as error:
-        raise ValueError(f"cannot read a teacher from {name!r}, neither a folder nor a model of the hub") from error
-
-
-def read_tokenizer(source: Any) -> Any:
-    """The tokenizer beside a two-tower model's weights."""
-    from transformers import AutoTokenizer
-
-    if isinstance(source, nn.Module):
-        raise ValueError("prompts need a folder or hub name with a tokenizer; in memory: zero_shot_tower(model, …)")
-    try:
-        return AutoTokenizer.from_pretrained(str(source))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"prompts need the tokenizer of the text tower, and {source} has none that can be read"
-        ) from error
-
-
-def read_timm(name: str) -> tuple[nn.Module, Preprocessing]:
-    try:
-        import timm
-    except ImportError as error:
-        raise ValueError(f'the teacher {name} needs timm: pip install "odevit[timm]"') from error
-    module = timm.create_model(name, pretrained=True)
-    return module, carried_preprocessing(module)
-
-
-def read_huggingface(name: str) -> tuple[nn.Module, Preprocessing]:
-    """The class that the checkpoint names, in float32, every weight accounted for."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(name)
-    kind = model_class(config)
-    options = {"add_pooling_layer": False} if kind.__name__ in ("ViTModel", "DeiTModel") else {}  # unused and random
-    module, info = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
-    missing = [key for key in info["missing_keys"] if "mask_token" not in key]
-    if missing:
-        raise ValueError(f"the checkpoint {name} lacks weights of {kind.__name__}: {', '.join(sorted(missing))}")
-    return module, saved_preprocessing(name)
 
 
 def resize_classifier(model: Any, image_size: int, num_labels: int | None = None) -> Any:
