@@ -25,6 +25,7 @@ VERBS: dict[str, str] = {
     "analyze": "odevit.commands.analyze:analyze",
     "audit": "odevit.commands.audit:audit",
     "calibrate": "odevit.commands.calibrate:calibrate",
+    "doctor": "odevit.commands.doctor:doctor",
     "page": "odevit.commands.page:page",
     "zoo": "odevit.commands.zoo:zoo",
     "plan": "odevit.commands.plan:plan",
@@ -217,6 +218,15 @@ def calibrate(
 ) -> None:
     """Make a model fast: its cheapest solver and steps, and a calibrated rule by which images stop early."""
     call("calibrate", locals())
+
+
+@app.command()
+def doctor(
+    run: Annotated[Path, typer.Argument(help="Folder that a training or distillation wrote.")],
+    as_json: AsJson = False,
+) -> None:
+    """What went wrong in this run? Says it in words, with the curve, and names the one setting to change."""
+    call("doctor", locals())
 
 
 @app.command()
