@@ -54,8 +54,11 @@ def test_every_part_is_copied_by_name_and_none_is_shared(teacher):
         "odevit.cls_token": parts.cls_token,
         "odevit.positions": parts.positions,
         "odevit.registers": parts.registers,
+        "odevit.embedding_norm.weight": parts.embedding_norm_weight,
+        "odevit.embedding_norm.bias": parts.embedding_norm_bias,
         "norm.weight": parts.norm_weight,
         "norm.bias": parts.norm_bias,
+        "projection.weight": parts.projection_weight,
         "classifier.weight": parts.head_weight,
         "classifier.bias": parts.head_bias,
     }
@@ -82,8 +85,11 @@ def test_head_is_frozen_unless_asked_or_fresh(teacher):
     def frozen(student):
         return {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
 
-    head = {"norm.weight", "norm.bias", "classifier.weight", "classifier.bias"}
-    copied = teacher.parts().head_weight is not None
+    parts = teacher.parts()
+    head = {"classifier.weight", "classifier.bias"}
+    head |= set() if parts.norm_weight is None else {"norm.weight", "norm.bias"}
+    head |= set() if parts.projection_weight is None else {"projection.weight"}
+    copied = parts.head_weight is not None
     assert frozen(student_of(teacher)) == (head if copied else set())
     assert frozen(student_of(teacher, freeze_head=False)) == set()
 

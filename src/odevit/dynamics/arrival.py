@@ -139,7 +139,9 @@ class Certified:
             return certain
         x, last = moment.state, (moment.state - moment.before).flatten(1).norm(dim=1)
         field, read = self.model.odevit.fields[phase], self._read_out_slope(x)
-        radius = contraction_radius(linear(self.model.features(x), *self.head), self.head[0]) * (1 - ROUNDING)
+        unit = self.model.config.unit_features
+        logits = linear(self.model.features(x), *self.head) if unit else moment.logits
+        radius = contraction_radius(logits, self.head[0]) * (1 - ROUNDING)
         if isinstance(field, ContractiveField):  # ℓ = 1 everywhere, so m steps go no further than m times the last one
             growth = step_growth("euler", h, *stiffness(field, x.shape[1]))
             ball = displacement_bound(last, left, torch.full_like(last, growth))

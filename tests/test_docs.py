@@ -1,0 +1,86 @@
+"""Every snippet of the pages under docs/ is executed, in order, beside one tiny teacher and student."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import tiny_recipe
+from typer.testing import CliRunner
+
+import odevit_cli
+from odevit.analysis.doctor import RULES
+from odevit.commands.distill import distill_recipe
+from odevit.distill.losses import LOSSES
+from odevit.model.solvers import SOLVERS
+from odevit.recipe import Recipe
+from odevit.shipped import card, names
+from odevit.teachers.teacher import tiny_teacher
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("install", "distil", "report", "speed", "extend")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder in which runs/quickstart has a teacher and a student; both as good as untrained."""
+    folder = tmp_path_factory.mktemp("docs")
+    torch.manual_seed(0)
+    teacher = folder / "runs/quickstart/teacher/model"
+    tiny_teacher("vit", image_size=8, patch_size=4, num_channels=1).module.save_pretrained(teacher)
+    student = folder / "runs/quickstart/student"
+    values = tiny_recipe(student, data={"limit": 128}, optim={"steps": 2, "batch_size": 32}).to_dict()
+    values |= {"task": "distill", "model": {"mlp_ratio": 1, "num_steps": 2}}
+    values["distill"] = {"teacher": str(teacher), "losses": {"cls_path": 1.0, "kl": 1.0}, "sample": 32}
+    distill_recipe(Recipe.from_dict(values), report=None, progress_bar=False)
+    return folder
+
+
+def snippets(page: str) -> list[tuple[str, str]]:
+    return re.findall(r"```(bash|python)\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_snippet_runs(page, home, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    known = [(registry, set(registry)) for registry in (SOLVERS, LOSSES, RULES)]
+    assert snippets(page)
+    try:
+        for kind, text in snippets(page):
+            if kind == "python":
+                exec(compile(text, f"docs/{page}.md", "exec"), {})
+                continue
+            for line in text.splitlines():
+                program, *words = shlex.split(line)
+                if program == "make":  # tests/test_readme.py runs it
+                    assert f"\n{words[0]}:" in (ROOT / "Makefile").read_text()
+                    continue
+                assert program == "odevit"
+                CliRunner().invoke(odevit_cli.app, words, catch_exceptions=False)
+    finally:
+        for registry, before in known:
+            for name in set(registry) - before:
+                del registry[name]
+    capsys.readouterr()
+
+
+def test_the_pages_are_short_and_the_readme_names_them():
+    readme = (ROOT / "README.md").read_text()
+    for page in PAGES:
+        assert f"docs/{page}.md" in readme
+        assert len((ROOT / f"docs/{page}.md").read_text().splitlines()) <= 60
+
+
+def test_the_readmes_table_of_the_zoo_is_what_the_cards_say():
+    """One row for each card, between the two marks; nothing stands there while the zoo is empty."""
+    table = (ROOT / "README.md").read_text().split("<!-- zoo -->")[1].split("<!-- /zoo -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    expected = []
+    for name in names():
+        entry = card(name)
+        expected.append(
+            [f"`{name}`", entry["data"], f"{entry['accuracy']:.2%}", f"{entry['parameters']:,}",
+             f"{entry['macs'] / 1e6:,.1f} M", f"{100 * entry['flow']['gap']:+.1f}"]
+        )  # fmt: skip
+    assert rows == expected
