@@ -271,8 +271,8 @@ class OdeViTModel(OdeViTPreTrainedModel):
 
 
 class OdeViTForImageClassification(OdeViTPreTrainedModel):
-    """logits = head(pool(norm(X_T))), where the pool takes CLS, a mean or a learned weighting of the tokens; or, as CLIP's
-    image tower, head(u / ‖u‖), u = P pool(norm(X_T)): see projection_size and unit_features."""
+    """logits = head(pool(norm(X_T))), where the pool takes CLS, a mean or a learned weighting of the tokens; or, as the
+    image tower of CLIP, head(u / ‖u‖), u = P pool(norm(X_T)): see projection_size and unit_features."""
 
     def __init__(self, config: OdeViTConfig):
         super().__init__(config)
