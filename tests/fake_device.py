@@ -47,6 +47,9 @@ class FakeTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # files hold CPU tensors, as `map_location="cpu"` reads them
+        return self.cpu().__reduce_ex__(protocol)
+
     def __format__(self, spec: str) -> str:
         return self.cpu().__format__(spec)
 

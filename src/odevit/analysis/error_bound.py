@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from odevit.analysis import Finding, Study, register_analysis
 from odevit.analysis.intervals import number
+from odevit.analysis.step_sweep import log_slope
 from odevit.dynamics.bounds import field_bound, has_bound
 from odevit.dynamics.jacobian import curvature, error_bound, jacobian_norm, log_norm
 from odevit.model.solvers import solve
@@ -75,8 +76,8 @@ def path_rates(fields: Sequence[Any], x: Tensor, horizon: float, *, states: int 
 
 def observed_order(counts: Sequence[int], errors: Tensor) -> float:
     """Minus the slope of log error (median over samples, (m, b)) against log N, between the two largest N."""
-    middle = errors.median(dim=1).values.log()
-    return float((middle[-2] - middle[-1]) / (math.log(counts[-1]) - math.log(counts[-2])))
+    middle = errors.median(dim=1).values[-2:].tolist()
+    return -log_slope(counts[-2:], middle) if min(middle) > 0 else math.nan
 
 
 @register_analysis("error_bound", summary="How far is Euler's method from the ODE, and what does theory foresee?")
