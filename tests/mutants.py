@@ -56,7 +56,6 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("quotas[layer] - seats[layer])", "seats[layer] - quotas[layer])"),
         ("knots, range(num_steps + 1))", "[i / num_steps for i in range(num_steps + 1)], range(num_steps + 1))"),
         ("enumerate(grid.times()[1:], start=1):", "enumerate((i / num_steps for i in range(1, num_steps + 1)), 1):"),
-        ("    pairs[-1] = (layers, num_steps)\n", ""),
         ("latest = layers - (num_steps - step)", "latest = layers"),
     ],
     ("distill/meeting.py", "distill/test_meeting_steps.py"): [
@@ -73,8 +72,8 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("slice(1, 1 + meeting.num_patches))\n", "slice(0, 1 + meeting.num_patches))\n"),
         ("meeting.path[-2])[:, :, 0,", "meeting.path[-1])[:, :, 0,"),
         ("(student - meeting.teacher_attention).abs()", "(student - meeting.teacher_attention).square()"),
-        (" * meeting.temperature**2", ""),
-        ("nnf.kl_div(student, teacher,", "nnf.kl_div(teacher, student,"),
+        (" * temperature**2", ""),
+        ("nnf.kl_div(said, meant,", "nnf.kl_div(meant, said,"),
     ],
     ("dynamics/bounds.py", "dynamics/test_bounds.py -k g_by_hand or g_bounds or g_stays or jasmin_takes or gelu"): [
         ("(others + x[..., k])", "(others + x[..., k - 1])"),
@@ -92,7 +91,7 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("slope * norm2(v) * logits", "slope * norm2(v) * logits / 2"),
         ("norm2(attention.out.weight) * heads.square().sum(dim=-1).sqrt()", "heads.square().sum(dim=-1).sqrt()"),
         (" * heads.square().sum(dim=-1).sqrt()", " * heads.amax(dim=-1)"),
-        ("math.isqrt(tokens - 1 - mixing.registers) + 2", "2"),
+        ("math.isqrt(patches) + 2", "2"),
         (".flatten(1).amin(dim=1)\n", ".flatten(1).amax(dim=1)\n"),
         ("abs(field.scale) * (bound_F + bound_G)", "abs(field.scale) * torch.maximum(bound_F, bound_G)"),
         ("norm_bound(field.norm_f, x) * mlp_bound", "mlp_bound"),

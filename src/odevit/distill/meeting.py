@@ -97,8 +97,7 @@ def match_steps(times: Sequence[float], grid: Grid) -> list[tuple[int, int]]:
         latest = layers - (num_steps - step)  # leave a layer for each step to come
         previous = min(range(previous + 1, latest + 1), key=lambda layer: abs(times[layer - 1] - goal))
         pairs.append((previous, step))
-    pairs[-1] = (layers, num_steps)
-    return pairs
+    return pairs  # the last step is at the horizon, where the last layer is
 
 
 def grid_of(model: OdeViTForImageClassification, num_steps: int) -> Grid:
