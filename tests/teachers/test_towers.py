@@ -1,11 +1,16 @@
-"""Image towers: texts as a head, and what is exact about it."""
+"""Image towers: texts as a head, what is exact about it, and a tower trained on digits that becomes a flow."""
+
+import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 from teacher_contract import images, randomise
+from typer.testing import CliRunner
 
+import odevit_cli
 from odevit.analysis.contraction import agreement
+from odevit.data import Data, DataConfig, load_data
 from odevit.distill.student import student_of
 from odevit.dynamics.arrival import answer_head
 from odevit.teachers.teacher import TEACHERS, find_family, load_teacher
@@ -108,3 +113,42 @@ def test_a_bias_that_differs_between_classes_certifies_nothing():
         student.classifier.bias[0] = 1.0
     assert answer_head(student) is None
     assert agreement(student, teacher, images())["certified"] is None
+
+
+def train_on_digits(model, words, data: Data, steps: int) -> None:
+    """Each digit's image towards its own sentence among all ten."""
+    ids = words(
+        [PROMPT.format(name) for name in data.class_names], padding="max_length", max_length=8, return_tensors="pt"
+    )
+    pixels, labels = data.train.fetch(torch.arange(len(data.train)))
+    pixels = (pixels / 255 - data.mean[0]) / data.std[0]
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=steps)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        rows = torch.randint(len(pixels), (64,), generator=generator)
+        logits = model(pixel_values=pixels[rows], **ids).logits_per_image
+        optimiser.zero_grad()
+        F.cross_entropy(logits, labels[rows]).backward()
+        optimiser.step()
+        schedule.step()
+    model.eval()
+
+
+@pytest.mark.slow
+def test_a_tower_trained_on_digits_keeps_its_zero_shot_answers_as_a_flow(tmp_path):
+    data = load_data(DataConfig(name="digits"))
+    words = tokenizer(data.class_names)
+    model = two_towers("CLIP")
+    train_on_digits(model, words, data, steps=400)
+    model.save_pretrained(tmp_path / "clip")
+    words.save_pretrained(tmp_path / "clip")
+    settings = ["optim.epochs=25", "optim.muon_lr=1e-2", "optim.lr=3e-3", "distill.kl_temperature=2"]
+    settings += ["model.num_steps=4", "loop.step_schedule=[[0,[3,4]]]", "loop.eval_every=10000", "loop.compile=false"]
+    command = ["distill", "--teacher", tmp_path / "clip", "--prompts", PROMPT, "--data", "digits", "--no-report"]
+    command += ["-o", tmp_path / "run", *(word for setting in settings for word in ("--set", setting))]
+    CliRunner().invoke(odevit_cli.app, [str(word) for word in command], catch_exceptions=False)
+    comparison = json.loads((tmp_path / "run/comparison.json").read_text())
+    assert comparison["teacher"]["accuracy"] > 0.9
+    assert comparison["agreement"] >= 0.95  # seen: 0.967, the student right on 95.3 %, its teacher on 95.0 %
+    assert 0 <= comparison["certified_agreement"] <= comparison["agreement"]
