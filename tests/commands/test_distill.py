@@ -155,7 +155,8 @@ def test_distillation_recipes_run_end_to_end_with_smoke(name, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert invoke("distill", "--recipe", name, "--smoke").exit_code == 0
     comparison = json.loads((tmp_path / "runs/smoke/comparison.json").read_text())
-    assert comparison["student"]["parameters"] < comparison["teacher"]["parameters"]
+    smaller = comparison["student"]["parameters"] < comparison["teacher"]["parameters"]
+    assert smaller or Recipe.load(name).distill.match == "answers"  # there the student has the recipe's own size
     assert 0 <= comparison["agreement"] <= 1
 
 

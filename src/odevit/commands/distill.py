@@ -49,6 +49,7 @@ SMOKE_OVERRIDES = [
     "loop.eval_every=2",
     "loop.compile=false",
     "distill.sample=32",
+    "distill.cache_views=1",
 ]
 QUICK_REPORT = Report(max_images=64, options=QUICK)  # a minute or two for a CIFAR student on two cores
 
@@ -111,7 +112,7 @@ def distill_recipe(
         data = data or load_data(recipe.data)
         objective: Any
         if recipe.distill.match == "answers":
-            student, objective = build_answers(recipe, data, claim.device)
+            student, objective = build_answers(recipe, data, claim.device, teacher.module if teacher else None)
         else:
             student, objective = build(recipe, data, teacher, claim.device)
         taught_by, before = objective.teacher, objective.teacher.checksum()

@@ -59,15 +59,17 @@ class AnswerDistillation:
         return self.teacher.to(images.device).answer(self.teacher.renormalise(images, model.config))
 
 
-def build_answers(recipe: Any, data: Data, device: torch.device | str = "cpu") -> tuple[Any, AnswerDistillation]:
-    """Student and objective of a recipe with `distill.match: answers`."""
+def build_answers(
+    recipe: Any, data: Data, device: torch.device | str = "cpu", classifier: Any = None
+) -> tuple[Any, AnswerDistillation]:
+    """Student and objective of a recipe with `distill.match: answers`. classifier: loaded as it says unless given."""
     config = recipe.distill
     if unknown := [name for name, weight in config.losses.items() if weight and name not in LOSSES]:
         raise ValueError(
             f"distill.match: answers knows the losses {' and '.join(LOSSES)}; {', '.join(unknown)} compares states, "
             "which only a student of its teacher's shape can (distill.match: path)"
         )
-    teacher = Answerer(load_classifier(config.teacher), data.mean, data.std).to(device)
+    teacher = Answerer(classifier or load_classifier(config.teacher), data.mean, data.std).to(device)
     if teacher.num_labels != len(data.class_names):
         raise ValueError(f"the teacher answers with {teacher.num_labels} classes, the data has {len(data.class_names)}")
     student = build_classifier(recipe.model, data, recipe.data)
