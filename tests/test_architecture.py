@@ -36,7 +36,6 @@ UPWARDS = {
 NOT_ROOMS = {"fixtures", "with_timm"}
 ABOUT_NO_MODULE = {
     "commands/test_cli.py": "odevit_cli stands beside the package",
-    "page/test_interface.py": "what a visitor does with the templates",
 }
 
 
