@@ -93,6 +93,11 @@ def test_fewer_steps_than_layers_meet_the_nearest_free_layer(distances, num_step
             assert all(abs(times[layer - 1] - knots[step]) <= abs(times[o - 1] - knots[step]) + 1e-12 for o in free)
 
 
+def test_a_short_layer_has_its_step_all_the_same():
+    assert steps_per_layer([0.05, 0.1, 1.0], Grid(3)) == [1, 1, 1]
+    assert steps_per_layer([0.05, 0.1, 1.0], Grid(10)) == [1, 1, 8]
+
+
 def test_every_step_to_come_is_left_a_layer():
     """The last layer is nearest to step 2, but belongs to step 3."""
     assert match_steps([0.05, 0.1, 0.15, 1.0], Grid(3)) == [(2, 1), (3, 2), (4, 3)]
