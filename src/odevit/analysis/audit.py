@@ -116,7 +116,7 @@ def teacher_sample(
     progress: Callable[[str, int, int], None] = _silent,
 ) -> Sample:
     """CLS and some patches of every image after every layer; extra tokens of the teacher count as context only."""
-    samples, device = [], next(teacher.parameters()).device
+    samples, device = [], next(teacher.parameters(), images).device
     for start in range(0, len(images), batch_size):
         states = torch.stack(teacher.trace(images[start : start + batch_size].to(device)).states)  # (D+1, b, n, d)
         kept = sample_tokens(states[:, :, : 1 + teacher.num_patches], seed=seed + start)
