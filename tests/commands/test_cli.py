@@ -38,3 +38,15 @@ for words in ([], *([verb] for verb in odevit_cli.VERBS)):
 assert not {"torch", "transformers", "odevit"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_a_config_of_a_wrong_type_ends_in_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "odevit", "hidden_size": "wide"}')
+    monkeypatch.setattr("sys.argv", ["odevit", "info", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        odevit_cli.main()
+    said = capsys.readouterr().err
+    assert stopped.value.code == 1
+    assert said.startswith("error:")
+    assert "hidden_size" in said
+    assert "Traceback" not in said
