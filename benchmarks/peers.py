@@ -15,9 +15,19 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / "experiments"), str(ROOT / ".venv" / "timm")]
+sys.path.append(str(ROOT / "experiments"))
 
 SIDE, PATCH, CLASSES = 32, 4, 10
+
+
+def imported(name: str) -> Any:
+    """A module of .venv/timm, which is on the path only meanwhile: others must not find torchvision there."""
+    folder = str(ROOT / ".venv" / "timm")
+    sys.path.append(folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
 
 
 def hugging_face_vit(width: int = 192, depth: int = 12, heads: int = 3, mlp: int = 4, side: int = SIDE) -> nn.Module:
@@ -34,12 +44,12 @@ def timm_vit(name: str) -> nn.Module:
     """timm's, after the missing operator of torchvision's wheel is declared (see tests/with_timm)."""
     with contextlib.suppress(RuntimeError):  # declared already
         torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    timm = importlib.import_module("timm")
+    timm = imported("timm")
     return timm.create_model(name, img_size=SIDE, patch_size=PATCH, num_classes=CLASSES, pretrained=False)
 
 
 def simple_vit() -> nn.Module:
-    module = importlib.import_module("vit_pytorch.simple_vit")
+    module = imported("vit_pytorch.simple_vit")
     return module.SimpleViT(
         image_size=SIDE, patch_size=PATCH, num_classes=CLASSES, dim=192, depth=12, heads=3, mlp_dim=768, dim_head=64
     )
