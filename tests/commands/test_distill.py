@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from child_processes import start_child, wait_for_child
-from problems import TINY
+from problems import TINY, tiny_model
 from tiny_runs import tiny_recipe
 from typer.testing import CliRunner
 
 import odevit_cli
 from odevit.analysis import load_analyses
 from odevit.analysis.comparison import compare
-from odevit.commands.distill import DEFAULT, distill_recipe, family_of, smoke_teacher
+from odevit.commands.distill import DEFAULT, distill_recipe, family_of, images_to_choose_by, smoke_teacher
 from odevit.commands.train import train_recipe
+from odevit.data import DataConfig, load_data
 from odevit.data.splits import MemorySplit
 from odevit.distill.objective import Distillation
 from odevit.distill.student import student_of
@@ -226,3 +227,10 @@ def test_comparison_counts_what_it_says():
     assert result["parameter_ratio"] == pytest.approx(
         sum(p.numel() for p in teacher.parameters()) / sum(p.numel() for p in student.parameters())
     )
+
+
+def test_few_validation_images_are_joined_by_training_images():
+    data = load_data(DataConfig(name="digits", image_size=8, limit=60))
+    student = tiny_model(image_size=8, num_channels=1)
+    images, labels = images_to_choose_by(student, data)
+    assert len(images) == len(labels) == len(data.val) + len(data.train)

@@ -83,7 +83,7 @@ def adopt_cheapest(network: Any, images: Tensor, labels: Tensor, alpha: float, q
         rows = {"its own": next((s for s in tried if s[:2] == own), None), "chosen": chosen}
         rows |= {"the best": max(tried, key=lambda s: (s.accuracy, -s.macs))}
         print_table(
-            f"{len(tried)} settings on {len(images)} validation images, within {alpha:.1%} of the best",
+            f"{len(tried)} settings on {len(images):,} images, within {alpha:.1%} of the best",
             {name: _row(setting) for name, setting in rows.items() if setting is not None},
             headers=("solver", "steps", "M multiply-accumulates", "accuracy"),
         )

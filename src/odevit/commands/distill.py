@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from odevit.analysis.comparison import compare, comparison_finding
 from odevit.commands.analyze import QUICK, Report, write_study
@@ -52,6 +53,8 @@ SMOKE_OVERRIDES = [
     "distill.cache_views=1",
 ]
 QUICK_REPORT = Report(max_images=64, options=QUICK)  # a minute or two for a CIFAR student on two cores
+
+FEW_IMAGES = 1000  # fewer cannot tell half a point
 
 
 def distill(
@@ -105,7 +108,7 @@ def distill_recipe(
     """Claim the folder, build student and objective, train, prove that the teacher is what it was, compare, report.
 
     Teacher and data are loaded as the recipe says unless given. The first process alone compares and reports.
-    faster: accuracy on the validation images that a cheaper setting may cost; None keeps the setting of the training.
+    faster: accuracy that a cheaper setting may cost; None keeps the setting of the training.
     """
     assert recipe.distill is not None
     with claim_run(recipe, resume=resume, overwrite=overwrite) as claim:
@@ -121,11 +124,20 @@ def distill_recipe(
         if taught_by.checksum() != before:
             raise RuntimeError("the teacher was modified while the student was trained: do not trust this student")
         if claim.first and faster is not None:
-            adopt_cheapest(result.model, *shuffled(result.model, data.val, MOST_IMAGES), faster)
+            adopt_cheapest(result.model, *images_to_choose_by(result.model, data), faster)
             write_config(result.model, result.folder / "model")
         if claim.first:
             write_comparison(result, taught_by, data, recipe, report)
     return result
+
+
+def images_to_choose_by(student: Any, data: Data) -> tuple[Tensor, Tensor]:
+    """The validation images; where they are few, training images too: a student taught by answers saw no label."""
+    parts = [shuffled(student, data.val, MOST_IMAGES)]
+    if len(data.val) < FEW_IMAGES:
+        parts.append(shuffled(student, data.train, MOST_IMAGES - len(data.val)))
+    images, labels = zip(*parts, strict=True)
+    return torch.cat(images), torch.cat(labels)
 
 
 def write_comparison(

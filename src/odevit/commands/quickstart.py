@@ -42,7 +42,7 @@ STUDENT: dict[str, Any] = {
     "distill": {"losses": {"cls_path": 0.003, "kl": 1.0}, "placement": "uniform"},
 }  # fmt: skip
 
-FASTER = 0.01  # accuracy on validation images that fewer steps may cost: one of its 144
+FASTER = 0.005  # accuracy that fewer steps may cost: 7 of the 1,438 images that are not for testing
 REPORT_IMAGES = 360  # all that the test split has
 
 
