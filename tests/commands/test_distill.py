@@ -231,6 +231,6 @@ def test_comparison_counts_what_it_says():
 
 def test_few_validation_images_are_joined_by_training_images():
     data = load_data(DataConfig(name="digits", image_size=8, limit=60))
-    student = tiny_model(image_size=8, num_channels=1)
+    student = tiny_model(image_size=8, num_channels=1, image_mean=[0.5], image_std=[0.5])
     images, labels = images_to_choose_by(student, data)
     assert len(images) == len(labels) == len(data.val) + len(data.train)
