@@ -33,7 +33,7 @@ UPWARDS = {
 }
 
 # Tests beside the rooms, and tests in a room that are about no single module of it.
-NOT_ROOMS = {"fixtures", "with_timm"}
+NOT_ROOMS = {"fixtures", "reliability", "with_timm"}
 ABOUT_NO_MODULE = {
     "commands/test_cli.py": "odevit_cli stands beside the package",
 }

@@ -11,7 +11,7 @@ import torch
 from odevit import OdeViTForImageClassification
 from odevit.commands.train import train_recipe
 from odevit.recipe import Recipe
-from odevit.training.checkpoint import CheckpointStore
+from odevit.training.checkpoint import CheckpointStore, read_checkpoint
 from odevit.training.resume import TENSORS, RunState
 from odevit.training.runlog import read_metrics
 
@@ -46,7 +46,7 @@ def test_a_run_of_format_1_resumes_to_what_it_would_have_become(tmp_path):
 
 def _sizes(run: Path) -> list[int]:
     """How many parameters AdamW's groups hold in a run's newest checkpoint."""
-    state = torch.load(max((run / "checkpoints").glob("step-*")) / "state.pt", weights_only=True)
+    state, _ = read_checkpoint(max((run / "checkpoints").glob("step-*")))
     return [len(group["params"]) for group in state["optimizers"][1]["param_groups"]]
 
 

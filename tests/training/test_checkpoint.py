@@ -30,22 +30,24 @@ def test_store_keeps_the_newest_and_gives_back_what_it_took(tmp_path):
     assert (meta["step"], meta["note"]) == (100, "é")
 
 
-@pytest.mark.parametrize("damage", ["bit", "truncated", "meta", "no state", "newer"])
+@pytest.mark.parametrize("damage", ["bit", "truncated", "meta", "meta value", "no state", "newer"])
 def test_damaged_checkpoint_is_named_and_passed_over(damage, tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2):
         store.save(step, {"weight": torch.arange(100.0)}, {})
     path = tmp_path / "step-00000002"
-    content = (path / "state.pt").read_bytes()
+    content = (path / "state.safetensors").read_bytes()
     if damage == "bit":
         middle = len(content) // 2
-        (path / "state.pt").write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        (path / "state.safetensors").write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     elif damage == "truncated":
-        (path / "state.pt").write_bytes(content[:-100])
+        (path / "state.safetensors").write_bytes(content[:-100])
     elif damage == "meta":
         (path / "meta.json").write_text("{")
+    elif damage == "meta value":
+        (path / "meta.json").write_text((path / "meta.json").read_text().replace('"step": 2', '"step": 3'))
     elif damage == "no state":
-        (path / "state.pt").unlink()
+        (path / "state.safetensors").unlink()
     else:
         (path / "meta.json").write_text(json.dumps({"format": 99}))
     with pytest.warns(UserWarning, match="step-00000002"):

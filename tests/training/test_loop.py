@@ -18,6 +18,7 @@ from odevit.commands.train import train_recipe
 from odevit.data import DataConfig, load_data
 from odevit.model.solvers import Grid
 from odevit.recipe import Recipe, override
+from odevit.training import checkpoint
 from odevit.training.checkpoint import CheckpointError, CheckpointStore
 from odevit.training.config import PenaltyConfig
 from odevit.training.evaluation import evaluate, model_input
@@ -264,7 +265,7 @@ def test_divergence_stops_within_the_step(fault, tmp_path, data):
 
 @pytest.mark.slow
 def test_full_disk_leaves_the_last_checkpoint(tmp_path, data, monkeypatch):
-    original, calls = torch.save, []
+    original, calls = checkpoint.save_state, []
 
     def save(state, path):
         calls.append(path)
@@ -273,7 +274,7 @@ def test_full_disk_leaves_the_last_checkpoint(tmp_path, data, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         original(state, path)
 
-    monkeypatch.setattr(torch, "save", save)
+    monkeypatch.setattr(checkpoint, "save_state", save)
     with pytest.raises(CheckpointError, match=r"No space left on device.*step-00000005.*Free some space"):
         train_recipe(tiny_recipe(tmp_path), data=data, progress_bar=False)
     _, meta = CheckpointStore(tmp_path / "checkpoints", 2).load()

@@ -16,6 +16,7 @@ from tiny_runs import tiny_recipe
 from odevit.commands.train import train_recipe
 from odevit.recipe import Recipe
 from odevit.training.runlog import read_metrics
+from odevit.training.statefile import load_state
 
 
 def distributed_recipe(folder: Path) -> Recipe:
@@ -102,13 +103,13 @@ def test_one_set_of_checkpoints(runs):
     for name, processes in (("one", 1), ("two", 2), ("one-then-two", 2), ("two-then-one", 1), ("sharded", 2)):
         checkpoints = runs / name / "checkpoints"
         assert [p.name for p in sorted(checkpoints.iterdir())] == ["step-00000015", "step-00000020"]
-        state = torch.load(checkpoints / "step-00000020" / "state.pt", weights_only=True)
+        state = load_state(checkpoints / "step-00000020" / "state.safetensors")
         assert len(state["random"]) == processes  # one set of generators per process
 
 
 def test_a_sharded_checkpoint_is_a_plain_one(runs):
     ours, theirs = (
-        torch.load(runs / name / "checkpoints" / "step-00000020" / "state.pt", weights_only=True)
+        load_state(runs / name / "checkpoints" / "step-00000020" / "state.safetensors")
         for name in ("sharded", "whole")
     )
     assert {name: v.shape for name, v in ours["model"].items()} == {n: v.shape for n, v in theirs["model"].items()}

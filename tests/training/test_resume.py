@@ -53,9 +53,9 @@ def _kill_in_call(name: str, part_of_path: str, count: int) -> None:
     setattr(owner, name, call)
 
 
-def _kill_in_torch_save(count: int) -> None:
-    """SIGKILL with half of state.pt written."""
-    original, seen = torch.save, []
+def _kill_in_save_state(count: int) -> None:
+    """SIGKILL with half of the state written."""
+    original, seen = checkpoint.save_state, []
 
     def save(state, path):
         original(state, path)
@@ -64,10 +64,10 @@ def _kill_in_torch_save(count: int) -> None:
             os.truncate(path, os.path.getsize(path) // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    torch.save = save
+    checkpoint.save_state = save
 
 
-SABOTAGES = {"signal": _signal_at_step, "call": _kill_in_call, "torch.save": _kill_in_torch_save}
+SABOTAGES = {"signal": _signal_at_step, "call": _kill_in_call, "save_state": _kill_in_save_state}
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def test_sigkill_at_a_step(step, reference, tmp_path):
 @pytest.mark.parametrize(
     "sabotage",
     [
-        ("torch.save", 3),
-        ("call", "sync", "state.pt", 2),
+        ("save_state", 3),
+        ("call", "sync", "state.safetensors", 2),
         ("call", "replace", ".tmp-step", 2),
         ("call", "replace", ".tmp-best", 2),  # the old best/ has been moved away, the new one is not there yet
     ],
@@ -175,7 +175,7 @@ def test_damaged_newest_checkpoint_falls_back(tmp_path):
     recipe = tiny_recipe(tmp_path / "run", optim={"steps": 12})
     expected = train_recipe(recipe, progress_bar=False).model.state_dict()
     before, newest = CheckpointStore(tmp_path / "run" / "checkpoints", 2).paths()
-    with (newest / "state.pt").open("r+b") as file:
+    with (newest / "state.safetensors").open("r+b") as file:
         file.seek(2000)
         file.write(b"damage")
     (tmp_path / "run" / "result.json").unlink()

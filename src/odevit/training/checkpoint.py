@@ -1,7 +1,7 @@
 """Checkpoints that survive anything: written aside, forced to disk, renamed; verified on reading; bounded in number.
 
-A checkpoint is a folder `checkpoints/step-00000100` with `state.pt` (tensors) and `meta.json` (what a person may want
-to read, and the hash of state.pt). A killed write leaves a `.tmp-…` folder, which is removed by the next run.
+A checkpoint is a folder `checkpoints/step-00000100` with `state.safetensors` and `meta.json` (what a person may want to
+read, and the hashes of both). A killed write leaves a `.tmp-…` folder, which is removed by the next run.
 """
 
 import hashlib
@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from odevit.atomic import TEMPORARY, sync
+from odevit.training.statefile import load_state, save_state
 
-FORMAT = 1
-STATE, META = "state.pt", "meta.json"
+FORMAT = 2  # 1: state.pt, and a hash of it only
+STATE, META = "state.safetensors", "meta.json"
 PREVIOUS = ".previous-"
 
 # A run may be resumed with other values of these: where it writes, how long it runs, how fast, in how much memory.
@@ -33,7 +34,7 @@ FREE_KEYS = {
 }  # fmt: skip
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(OSError):
     """A checkpoint could not be written or read."""
 
 
@@ -54,7 +55,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
         for path in sorted(temporary.rglob("*"), reverse=True):
             sync(path)
         sync(temporary)
-    except Exception as error:  # torch.save and safetensors report a full disk each in their own way
+    except Exception as error:  # every library reports a full disk in its own way
         shutil.rmtree(temporary, ignore_errors=True)  # gives the space back
         raise CheckpointError(f"could not write {target}: {error}. What was there before is intact") from error
     if target.exists():
@@ -99,9 +100,10 @@ class CheckpointStore:
         target = self.folder / f"step-{step:08d}"
 
         def write(folder: Path) -> None:
-            torch.save(dict(state), folder / STATE)
+            save_state(state, folder / STATE)
             record = {"format": FORMAT, "step": step, **meta, "sha256": _sha256(folder / STATE)}
-            (folder / META).write_text(json.dumps(record, indent=1))
+            record = json.loads(json.dumps(record))  # as it will be read
+            (folder / META).write_text(json.dumps({**record, "meta_sha256": _sha256_of(record)}, indent=1))
 
         self.folder.mkdir(parents=True, exist_ok=True)
         before = self.newest()
@@ -131,7 +133,7 @@ class CheckpointStore:
         for path in reversed(self.paths()):
             try:
                 return int(json.loads((path / META).read_text()).get("grouping", 1))
-            except (OSError, ValueError):
+            except (OSError, ValueError, TypeError, AttributeError, RecursionError):
                 continue  # damaged: the others are of the same run
         return current
 
@@ -146,18 +148,27 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(state, meta) of one checkpoint folder, verified."""
     try:
         meta = json.loads((path / META).read_text())
-        if meta["format"] > FORMAT:
+        if isinstance(meta, dict) and isinstance(meta.get("format"), int) and meta["format"] > FORMAT:
             raise CheckpointError(f"{path} was written by a newer odevit, in format {meta['format']}")
-        if _sha256(path / STATE) != meta["sha256"]:
-            raise CheckpointError(f"{path} is damaged: {STATE} is not what was written")
-        return torch.load(path / STATE, map_location="cpu", weights_only=True), meta
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is damaged ({error})") from error
+        file = path / (STATE if meta["format"] > 1 else "state.pt")
+        if meta["format"] > 1 and meta.pop("meta_sha256") != _sha256_of(meta):
+            raise CheckpointError(f"{path} is damaged: {META} is not what was written")
+        if _sha256(file) != meta["sha256"]:
+            raise CheckpointError(f"{path} is damaged: {file.name} is not what was written")
+        return load_state(file), meta
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the file system, JSON, safetensors or torch, or a value of the wrong type
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 # --- what goes into one -----------------------------------------------------------------------------------------------

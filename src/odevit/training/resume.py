@@ -20,7 +20,7 @@ from odevit.training.sharding import gathered, load_model_state, load_optimizer_
 if TYPE_CHECKING:
     from odevit.training.loop import Run
 
-TENSORS = ("model", "average", "optimizers", "random")  # fields in state.pt; meta.json holds the others
+TENSORS = ("model", "average", "optimizers", "random")  # fields in the state's file; meta.json holds the others
 
 
 @dataclass(kw_only=True)
