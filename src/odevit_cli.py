@@ -266,14 +266,10 @@ def main() -> None:
     """Entry point: a wrong input ends with one sentence, a fault of ours with a traceback."""
     try:
         app()
-    except Exception as error:
-        wrong_type = type(error).__name__ == "StrictDataclassFieldValidationError"  # a value in a model's config
-        if os.environ.get("ODEVIT_DEBUG") or not (
-            wrong_type or isinstance(error, ValueError | OSError | ArithmeticError)
-        ):
+    except (ValueError, OSError, ArithmeticError) as error:
+        if os.environ.get("ODEVIT_DEBUG"):
             raise
-        said = " ".join(str(error).split()) if wrong_type else error
-        Console(stderr=True).print(f"[bold red]error:[/] {said}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 

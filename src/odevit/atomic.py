@@ -1,7 +1,7 @@
 """Files that are there whole or not at all, whenever the process is killed."""
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 TEMPORARY = ".tmp-"  # how the names of unfinished files and folders begin
@@ -18,15 +18,15 @@ def sync(path: Path) -> None:
 
 def write_file(target: Path, text: str) -> None:
     """A text file: a reader, or a run after a crash, finds the old one or the new one, never half of it."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f"{TEMPORARY}{target.name}-")
+    temporary = target.with_name(f"{TEMPORARY}{target.name}-{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes away
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's files are for their owner only
         os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync(target.parent)

@@ -1,13 +1,64 @@
-"""Plain mappings (from YAML or JSON) → typed dataclasses. Unknown keys and wrong types are errors that name the key."""
+"""Plain mappings (from YAML or JSON) → typed dataclasses. Unknown keys and wrong types are errors that name the key.
+
+Files are somebody else's: whatever a library makes of a broken one becomes one sentence that names it.
+"""
 
 import collections.abc
 import dataclasses
+import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 C = TypeVar("C")
+LONGEST = 400  # characters of a library's own words
+
+
+class UnreadableError(OSError, ValueError):
+    """A file or folder is broken, or does not hold what it should; the message names it."""
+
+
+@contextmanager
+def reading(what: str | Path, done: str = "read") -> Iterator[None]:
+    """Whatever is raised while `what` is read becomes an UnreadableError: libraries raise every kind of exception."""
+    try:
+        yield
+    except UnreadableError:
+        raise
+    except Exception as error:
+        raise UnreadableError(f"{what} cannot be {done}: {_in_words(error)}") from error
+
+
+def _in_words(error: Exception) -> str:
+    if "ignore_mismatched_sizes" in str(error):
+        return "its weights have other shapes than its config says (ignore_mismatched_sizes=True draws those anew)"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    said = " ".join(str(error).split())
+    said = said if len(said) <= LONGEST else f"{said[:LONGEST]} …"
+    clear = isinstance(error, ValueError | OSError) and said
+    return said if clear else f"{type(error).__name__}: {said}".rstrip(": ")
+
+
+def read_json(file: str | Path) -> dict[str, Any]:
+    """A JSON file that holds an object, in which no key stands twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"the key {twice!r} stands in it twice")
+        return values
+
+    with reading(file):
+        values = json.loads(Path(file).read_text(encoding="utf-8"), object_pairs_hook=once)
+        if not isinstance(values, dict):
+            raise ValueError(f"it must hold keys and values, got {values!s:.40}")
+        return values
 
 
 def parse(cls: type[C], values: Any, where: str = "") -> C:
@@ -82,7 +133,7 @@ def _convert_scalar(hint: type, value: Any, where: str) -> Any:
     if hint is float and not isinstance(value, bool):
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass
     elif hint is int and not isinstance(value, bool):
         if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from odevit.data import DataConfig
 from odevit.distill.objective import DistillConfig
-from odevit.parse import plain
+from odevit.parse import plain, reading
 from odevit.training.config import BUDGETS, PenaltyConfig, RunConfig
 
 RECIPES = Path(__file__).parent / "recipes"  # one YAML per experiment: command, time and accuracy in its header
@@ -50,16 +50,35 @@ class Recipe(RunConfig):
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
         """Read a YAML file, or a recipe of the package by its name, and apply overrides such as "optim.lr=1e-3"."""
-        import yaml
-
         path = find_recipe(path)
-        try:
-            values = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from error
+        with reading(path):
+            values = read_yaml(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold `key: value` lines, got {type(values).__name__}")
         return cls.from_dict(override(values, overrides))
+
+
+def read_yaml(text: str) -> Any:
+    """YAML of plain values: no key twice, and no references, of which a few lines make a tree without end."""
+    import yaml
+
+    class PlainLoader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("a recipe has no references (*name); write the values out")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            for key in keys:
+                if isinstance(key, str) and keys.count(key) > 1:
+                    raise ValueError(f"the key {key!r} stands twice in one group")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, PlainLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not valid YAML: {error}") from error
 
 
 def recipe_names() -> list[str]:

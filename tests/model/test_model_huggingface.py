@@ -121,7 +121,7 @@ def test_another_number_of_labels_on_loading(saved):
         assert same_weights(model.odevit, loaded.odevit)
         assert loaded.classifier.weight.std().item() == pytest.approx(0.02, rel=0.3)
         assert len(loaded.config.id2label) == 7
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+    with pytest.raises(ValueError, match="ignore_mismatched_sizes"):
         OdeViTForImageClassification.from_pretrained(folder, num_labels=7)
 
 

@@ -1,4 +1,4 @@
-"""Files that a user can hand to odevit, each with the way it is read: `try_case` spoils one, reads it, says how it ended.
+"""Files that a user can hand to odevit, each with the way it is read: `try_case` spoils one and says how that ended.
 
 same        the answer of the good file
 other       another answer: the spoilt file is a valid one that says something else (a weight's bit, a number of steps)
@@ -31,7 +31,15 @@ SECONDS = 20
 MEMORY = 3 << 30  # bytes that reading one file may take beyond what torch and transformers take
 OUTCOMES = ("same", "other", "refused", "raw", "slow", "died", "escaped")
 GOOD = ("same", "other", "refused")
-WATCHED = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "pickle.find_class"}
+WATCHED = {
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.connect",
+    "pickle.find_class",
+}
 
 
 class Target(NamedTuple):
@@ -289,6 +297,7 @@ def try_case(name: str, number: int, good: Path, work: Path, expected: Any) -> t
 
 
 ESCAPES: list[str] = []
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def _watch(work: Path) -> None:
@@ -298,11 +307,10 @@ def _watch(work: Path) -> None:
     def hook(event: str, arguments: tuple) -> None:
         if event in WATCHED:
             ESCAPES.append(f"{event} {arguments!r:.200}")
-        elif event == "open" and isinstance(arguments[0], str) and arguments[2] is not None:
-            if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                path = os.path.abspath(arguments[0])
-                if not path.startswith(tuple(places)):
-                    ESCAPES.append(f"write {path}")
+        elif event == "open" and isinstance(arguments[0], str) and (arguments[2] or 0) & WRITING:
+            path = os.path.abspath(arguments[0])
+            if not path.startswith(tuple(places)):
+                ESCAPES.append(f"write {path}")
 
     sys.addaudithook(hook)
 

@@ -88,7 +88,17 @@ def bad_yaml(good: bytes, draw: random.Random) -> bytes:
             f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
         )
         tricks = ["!!python/object/apply:os.system ['touch /tmp/owned']", "output: !!python/name:os.system", "[" * 5000]
-        tricks += [laughs, "a: &a {b: *a}", "? [a]\n: 1", "- 1", "x", "", "%YAML 9.9\n---\n", "output: *nowhere", "{a: 1"]
+        tricks += [
+            laughs,
+            "a: &a {b: *a}",
+            "? [a]\n: 1",
+            "- 1",
+            "x",
+            "",
+            "%YAML 9.9\n---\n",
+            "output: *nowhere",
+            "{a: 1",
+        ]
         tricks += ["1: 2\nnull: 3", "output: 2020-01-01", "data: {<<: 3}", "optim: !!binary aGk=", "&a [*a]"]
         return draw.choice(tricks).encode()
     return bad_bytes(good, draw)

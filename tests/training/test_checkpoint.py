@@ -39,7 +39,9 @@ def test_damaged_checkpoint_is_named_and_passed_over(damage, tmp_path):
     content = (path / "state.safetensors").read_bytes()
     if damage == "bit":
         middle = len(content) // 2
-        (path / "state.safetensors").write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        (path / "state.safetensors").write_bytes(
+            content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        )
     elif damage == "truncated":
         (path / "state.safetensors").write_bytes(content[:-100])
     elif damage == "meta":

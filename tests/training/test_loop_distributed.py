@@ -109,8 +109,7 @@ def test_one_set_of_checkpoints(runs):
 
 def test_a_sharded_checkpoint_is_a_plain_one(runs):
     ours, theirs = (
-        load_state(runs / name / "checkpoints" / "step-00000020" / "state.safetensors")
-        for name in ("sharded", "whole")
+        load_state(runs / name / "checkpoints" / "step-00000020" / "state.safetensors") for name in ("sharded", "whole")
     )
     assert {name: v.shape for name, v in ours["model"].items()} == {n: v.shape for n, v in theirs["model"].items()}
     (mine,), (other,) = ours["optimizers"], theirs["optimizers"]

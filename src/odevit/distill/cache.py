@@ -28,6 +28,7 @@ from odevit.data import derive_seed, prepare
 from odevit.data.augment import Augment
 from odevit.data.splits import MemorySplit, Split
 from odevit.distill.cache_key import Transform, describe
+from odevit.parse import UnreadableError, read_json
 from odevit.teachers.teacher import TeacherTrace
 
 TOKENS = ("cls", "all", "logits")  # of a state: CLS, all of them, or no states at all
@@ -89,7 +90,10 @@ def open_cache(
         if builder.rows_done < builder.rows:
             builder.check_space(say)
             builder.build()
-    return TrajectoryCache(folder, train.skipped)
+    cache = TrajectoryCache(folder, train.skipped)
+    if not torch.equal(cache.split.labels, train.labels.repeat(transform.views)):
+        raise UnreadableError(f"{folder} is damaged: its labels are not those of the data. Remove the folder")
+    return cache
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -108,8 +112,14 @@ class Column:
         self.total_bytes = len(self.header) + rows * self.row_bytes
 
     def rows_on_disk(self) -> int:
-        size = self.path.stat().st_size if self.path.exists() else 0
-        return max(0, size - len(self.header)) // self.row_bytes
+        """Rows behind a good header."""
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
+            raise UnreadableError(f"{self.path} is not a file of ours: remove it, and it is written anew")
+        if not self.path.exists():
+            return 0
+        with self.path.open("rb") as file:
+            good = file.read(len(self.header)) == self.header
+        return max(0, self.path.stat().st_size - len(self.header)) // self.row_bytes if good else 0
 
     def cut(self, rows: int) -> None:
         """Keep the first rows only."""
@@ -161,12 +171,12 @@ class Builder:
     def _rows_done(self) -> int:
         """Rows up to the last chunk that is whole in every file."""
         try:
-            meta = json.loads((self.folder / META).read_text())
-        except (OSError, ValueError):
-            return 0
-        if meta.get("key") != self.key:
-            return 0
-        whole = min(int(meta["rows_done"]), *(column.rows_on_disk() for column in self.columns.values()))
+            meta = read_json(self.folder / META)
+        except UnreadableError:
+            meta = {}
+        done = meta.get("rows_done") if meta.get("key") == self.key else 0
+        on_disk = [column.rows_on_disk() for column in self.columns.values()]
+        whole = min(done, *on_disk) if type(done) is int else 0
         ends = [view * len(self.train) + end for view, _, end in self.chunks]
         return max((end for end in ends if end <= whole), default=0)
 

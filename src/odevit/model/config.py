@@ -1,8 +1,11 @@
 """OdeViTConfig: everything that defines an ODE-ViT, and the presets."""
 
+import math
+from functools import wraps
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 
@@ -12,8 +15,27 @@ from odevit.model.layers import ATTENTIONS, MIXINGS, NORMS, POOLS, TOKENIZERS
 from odevit.model.solvers import Grid, check_solver
 
 FORMAT_VERSION = 2  # raised when an older odevit could no longer read a newer config
+LARGEST_SIZE = 1 << 16  # of any single size: a file that says more is broken, or meant to fill the memory
+LARGEST_STATE = 1 << 31  # numbers in the positions of all tokens
+MOST_STEPS = 10_000
 
 
+def in_one_sentence(cls: Any) -> Any:
+    """A value of the wrong type is a ValueError like every other wrong value."""
+    original = cls.__init__
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            original(self, *args, **values)
+        except StrictDataclassError as error:
+            raise ValueError(" ".join(str(error.__cause__ or error).split())) from error
+
+    cls.__init__ = init
+    return cls
+
+
+@in_one_sentence
 @strict
 class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     """Configuration of an ODE-ViT.
@@ -138,8 +160,18 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     def _check_numbers(self) -> None:
         positive = ("image_size", "patch_size", "num_channels", "hidden_size", "num_attention_heads", "mlp_ratio")
         for name in (*positive, "depth", "horizon", "num_fields"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        for name in ("image_size", "patch_size", "num_channels", "hidden_size", "mlp_ratio", "num_registers"):
+            if getattr(self, name) > LARGEST_SIZE:
+                raise ValueError(f"{name} must be at most {LARGEST_SIZE}, got {getattr(self, name)}")
+        if self.num_fields > MOST_STEPS or self.num_steps > MOST_STEPS:
+            raise ValueError(f"at most {MOST_STEPS} steps and fields, got {self.num_steps} and {self.num_fields}")
+        if self.num_patches * self.hidden_size > LARGEST_STATE:
+            raise ValueError(
+                f"{self.num_patches} patches of width {self.hidden_size} are more than {LARGEST_STATE} numbers; use a "
+                "smaller image_size or a larger patch_size"
+            )
         if self.num_registers < 0:
             raise ValueError(f"num_registers must be 0 or more, got {self.num_registers}")
         if self.projection_size is not None and self.projection_size <= 0:
@@ -153,6 +185,10 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
             values = getattr(self, name)
             if values is not None and len(values) != self.num_channels:
                 raise ValueError(f"{name} needs one value per channel ({self.num_channels}), got {values}")
+            if values is not None and not all(math.isfinite(value) for value in values):
+                raise ValueError(f"{name} must be finite, got {values}")
+        if self.image_std is not None and not all(self.image_std):
+            raise ValueError(f"image_std must not be zero, got {self.image_std}")
 
     def _check_contractive(self) -> None:
         check_steps(self.solver, self.num_steps, self.depth, self.num_fields)

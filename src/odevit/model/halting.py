@@ -124,6 +124,8 @@ def saved_rule(model: Any) -> Threshold:
             f"the rule for stopping early was calibrated for {saved['num_steps']} steps of {saved['solver']}, "
             f"the model now takes {own[1]} of {own[0]}; {advice}"
         )
+    if not isinstance(saved["threshold"], int | float) or not isinstance(saved["score"], str):
+        raise ValueError(f"the config's halting has a threshold of {saved['threshold']!r}, not a number; {advice}")
     return Threshold(saved["score"], float(saved["threshold"]))
 
 

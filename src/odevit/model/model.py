@@ -3,7 +3,6 @@
 Shapes: b batch, n = 1 + M + R tokens [CLS | M patches | R registers], d width, h heads, K steps.
 """
 
-import copy
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -31,6 +30,7 @@ from odevit.model.layers import (
     SequencePool,
     interpolate_positions,
 )
+from odevit.model.saved import follow_umask, read_model
 from odevit.model.solvers import Evaluations, Grid, Solution, solve
 from odevit.model.spectral import cap_spectral_norms_, spectral_init_
 
@@ -104,31 +104,8 @@ class OdeViTPreTrainedModel(PreTrainedModel):
     def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any
     ) -> Any:
-        """As in transformers, and: `image_size=S` interpolates the positions; missing or corrupt weights are errors."""
-        path, config = pretrained_model_name_or_path, copy.deepcopy(kwargs.pop("config", None))
-        hub = {k: kwargs[k] for k in ("revision", "cache_dir", "token", "subfolder", "local_files_only") if k in kwargs}
-        wanted = kwargs.pop("image_size", config.image_size if config is not None else None)
-        stored = OdeViTConfig.from_pretrained(path, **hub)
-        if config is not None:
-            config.image_size = stored.image_size
-        want_info = kwargs.pop("output_loading_info", False)
-        try:
-            loaded: Any = super().from_pretrained(path, *args, config=config, output_loading_info=True, **kwargs)
-        except Exception as error:
-            if type(error).__name__ == "SafetensorError":
-                raise OSError(
-                    f"the weights in {path} are corrupt or incomplete ({error}); copy or save them again"
-                ) from error
-            raise
-        model, info = loaded
-        missing = sorted(info["missing_keys"])
-        if stored.architectures == ["OdeViTModel"] and cls is not OdeViTModel:  # a flow without a head gets a new one
-            missing = [key for key in missing if key.startswith(f"{cls.base_model_prefix}.")]
-        if missing:
-            names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-            raise OSError(f"the weights in {path} lack {len(missing)} tensor(s) of this model: {names}")
-        model.resize_images(wanted or stored.image_size)
-        return (model, info) if want_info else model
+        """As in transformers, and: `image_size=S` interpolates the positions; what is missing or broken is an error."""
+        return read_model(cls, super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     def resize_images(self, image_size: int) -> None:
         """Serve another image size from now on: interpolates the positions, once, and updates the config."""
@@ -153,6 +130,7 @@ class OdeViTPreTrainedModel(PreTrainedModel):
         """As in transformers, and writes the image processor beside the weights."""
         super().save_pretrained(save_directory, *args, **kwargs)
         self.image_processor().save_pretrained(save_directory)
+        follow_umask(save_directory)
 
 
 class OdeViTModel(OdeViTPreTrainedModel):

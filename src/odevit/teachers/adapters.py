@@ -1,10 +1,11 @@
 """PEFT folders (LoRA and its kin): the base model with the adapter merged into its weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from odevit.parse import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -21,7 +22,9 @@ def load_adapted(folder: str | Path) -> tuple[Any, str]:
     """
     from transformers import AutoModelForImageClassification
 
-    settings = json.loads((Path(folder) / ADAPTER_CONFIG).read_text())
+    settings = read_json(Path(folder) / ADAPTER_CONFIG)
+    if not (Path(folder) / "adapter_model.safetensors").is_file():
+        raise ValueError(f"{folder} holds no adapter_model.safetensors, and weights in a pickle are not read")
     base = settings.get("base_model_name_or_path")
     try:
         from peft import PeftModel
@@ -34,7 +37,9 @@ def load_adapted(folder: str | Path) -> tuple[Any, str]:
         raise ValueError(f"{folder}/{ADAPTER_CONFIG} does not name its base model (base_model_name_or_path)")
     labels = _labels_of_new_head(Path(folder), settings.get("modules_to_save") or [])
     options: dict[str, Any] = {} if labels is None else {"num_labels": labels, "ignore_mismatched_sizes": True}
-    model = AutoModelForImageClassification.from_pretrained(base, dtype=torch.float32, **options)
+    model = AutoModelForImageClassification.from_pretrained(
+        base, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **options
+    )
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload().eval(), base
 
 

@@ -1,14 +1,14 @@
 """What a trained model does to an image before it looks at it, read where it is saved."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from odevit.data.decode import BICUBIC, Frame
+from odevit.parse import read_json, reading
 
+LARGEST = 1 << 14  # side of a square that pictures are brought to
 TIMM_FILTERS = {"nearest": 0, "bilinear": 2, "bicubic": BICUBIC}  # PIL's numbers
 
 
@@ -27,7 +27,20 @@ def saved_preprocessing(name: str) -> Preprocessing:
     file = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
     if file is None:
         return Preprocessing()
-    settings = json.loads(Path(file).read_text())
+    with reading(file):
+        return _preprocessing(read_json(file))
+
+
+def _preprocessing(settings: dict[str, Any]) -> Preprocessing:
+    """What a preprocessor_config.json says; ValueError where it says something impossible."""
+    for key in ("image_mean", "image_std"):
+        values = settings.get(key)
+        if values is not None and not (isinstance(values, list) and values and all(map(_finite, values))):
+            raise ValueError(f"{key} must be a list of numbers, got {values!s:.80}")
+    if not all(settings.get("image_std") or [1]) or not _finite(settings.get("rescale_factor", 1), positive=True):
+        raise ValueError("image_std and rescale_factor must not be zero")
+    if len(settings.get("image_mean") or [0]) != len(settings.get("image_std") or settings.get("image_mean") or [0]):
+        raise ValueError("image_mean and image_std must have the same number of values")
     # pixels are bytes · rescale_factor; ours are bytes / 255
     scale = 255 * settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 255.0
     mean, std = settings.get("image_mean"), settings.get("image_std")
@@ -47,7 +60,20 @@ def _saved_frame(settings: dict[str, Any]) -> Frame | None:
     if not resize:  # a longest edge, or limits: no square
         return None
     cut = crop.get("height") if settings.get("do_center_crop", False) else None
-    return Frame(resize, cut or resize, squash="shortest_edge" not in size, resample=settings.get("resample", 2))
+    resample = settings.get("resample", 2)
+    for name, value, most in (
+        ("size", resize, LARGEST),
+        ("crop_size", cut or resize, LARGEST),
+        ("resample", resample, 5),
+    ):
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"{name} must be a whole number of at most {most}, got {value!s:.80}")
+    return Frame(resize, cut or resize, squash="shortest_edge" not in size, resample=resample)
+
+
+def _finite(value: Any, positive: bool = False) -> bool:
+    """Whether this is a number in a single-precision float's range."""
+    return type(value) in (int, float) and abs(value) < 1e38 and (value > 0 or not positive)
 
 
 def carried_preprocessing(module: nn.Module) -> Preprocessing:

@@ -80,6 +80,11 @@ def _locked(folder: Path, accelerator: Any) -> Iterator[None]:
 def _check_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
     """The run folder; an error when it holds another run. Nothing is changed."""
     folder = Path(config.output)
+    for file in folder.glob("*"):
+        if file.is_symlink() and not file.is_dir():
+            raise ValueError(
+                f"{file} is a link: a run writes inside its folder only. Remove it, or choose another folder"
+            )
     if (folder / "recipe.yaml").exists() and not resume and not overwrite:
         raise ValueError(
             f"{folder} already holds a run: continue it with --resume, start again with --overwrite, or choose another "

@@ -12,6 +12,8 @@ from odevit.data.decode import Frame
 from odevit.model.config import OdeViTConfig, own_fields
 from odevit.model.image_processor import square_processor
 from odevit.model.model import OdeViTForImageClassification
+from odevit.model.saved import follow_umask
+from odevit.parse import read_json, reading
 from odevit.shipped import names, zoo
 from odevit.teachers.adapters import is_adapter, load_adapted
 from odevit.teachers.preprocessing import saved_preprocessing
@@ -38,24 +40,40 @@ def resolve_model(name: str) -> str:
 
 
 def load_classifier(name: str) -> Any:
-    """Any Hugging Face image classifier, an ODE-ViT or not, from a folder or the hub; in eval mode.
+    """Any Hugging Face image classifier, an ODE-ViT or not, from a folder or the hub; in float32 and eval mode.
 
-    The normalisation that its image processor declares stands in its config, where `model_input` reads it.
+    The normalisation that its image processor declares stands in its config, where `model_input` reads it. Nothing in
+    the folder is run: no code beside the weights, and no weights in a pickle.
     """
-    from transformers import AutoModelForImageClassification
-
     source = resolve_model(name)
     with quiet_transformers():
+        if Path(source).exists():
+            with reading(f"the model in {source}"):
+                return _load_classifier(source)
         try:
-            if is_adapter(source):
-                model, source = load_adapted(source)
-            else:
-                model = AutoModelForImageClassification.from_pretrained(source).eval()
+            return _load_classifier(source)
         except OSError as error:
-            if Path(source).exists():
-                raise
             raise ValueError(f"unknown model {name!r}: no folder here, and the hub says: {error}") from error
-    return adopt_preprocessing(model, source)
+
+
+def _load_classifier(source: str) -> Any:
+    from transformers import AutoModelForImageClassification
+
+    if is_adapter(source):
+        model, source = load_adapted(source)
+    else:
+        if Path(source).exists():
+            read_json(Path(source) / "config.json")
+        model, info = AutoModelForImageClassification.from_pretrained(
+            source, dtype=torch.float32, output_loading_info=True, use_safetensors=True, trust_remote_code=False
+        )
+        if info["missing_keys"]:
+            raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:5])}")
+    labels = model.config.id2label
+    if sorted(labels) != list(range(len(labels))):
+        raise ValueError(f"id2label in its config.json must name the classes 0 … {len(labels) - 1}, got {labels}")
+    model.config.return_dict = True
+    return adopt_preprocessing(model.eval(), source)
 
 
 def adopt_preprocessing(model: Any, name: str) -> Any:
@@ -88,7 +106,11 @@ def build_classifier(spec: Mapping[str, Any], data: Data, config: DataConfig) ->
 
     Image size, channels and number of classes come from the data where the spec leaves them open.
     """
-    fields = dict(spec)
+    with reading("the recipe's model", "made"):  # of the wrong type, or larger than the memory
+        return _build_classifier(dict(spec), data, config)
+
+
+def _build_classifier(fields: dict[str, Any], data: Data, config: DataConfig) -> Any:
     native = int(data.train.fetch(torch.tensor([0]))[0].shape[-1])
     wanted_size = fields.pop("image_size", None) or config.image_size
     kind = fields.pop("type", "odevit")
@@ -148,6 +170,7 @@ def save_classifier(model: Any, folder: Path, state: dict[str, Any] | None = Non
     state: the weights to save; default: the model's own."""
     with quiet_transformers():
         model.save_pretrained(folder, state_dict=state)
+    follow_umask(folder)
     if not isinstance(model, OdeViTForImageClassification):
         from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -187,7 +210,8 @@ def _load_pretrained(fields: dict[str, Any], image_size: int | None, data: Data)
     if trained not in ("all", "head"):
         raise ValueError(f"model.train must be 'all' or 'head', got {trained!r}")
     labels = len(data.class_names)
-    model = AutoModelForImageClassification.from_pretrained(name)
+    with reading(f"the model in {name}"):
+        model = AutoModelForImageClassification.from_pretrained(name, use_safetensors=True, trust_remote_code=False)
     if isinstance(model, OdeViTForImageClassification):
         if model.config.num_labels != labels:
             model = type(model).from_pretrained(name, num_labels=labels, ignore_mismatched_sizes=True)

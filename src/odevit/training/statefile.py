@@ -20,7 +20,10 @@ def save_state(state: Mapping[str, Any], file: Path) -> None:
 
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_written(state, tensors))
+    file.touch()
+    mode = file.stat().st_mode & 0o777  # as the umask says; safetensors makes files for their owner only
     save_file(tensors, file, metadata={TREE: tree})
+    file.chmod(mode)
 
 
 def load_state(file: Path) -> dict[str, Any]:
