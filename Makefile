@@ -7,7 +7,7 @@ JOBS ?= 2# processes that run tests, one torch thread each
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: bench quickstart test fast mutants lint types clean help
+.PHONY: bench quickstart test fast mutants torture lint types clean help
 
 help:
 	@echo "make quickstart   two minutes, once installed: a ViT turned into a flow, with a report"
@@ -15,6 +15,7 @@ help:
 	@echo "make test         lint, types and all tests (under 10 minutes on 2 cores; JOBS=4 for more cores)"
 	@echo "make mutants      do the tests notice broken mathematics? (about 15 minutes)"
 	@echo "make bench        every claim of speed beside its peers, on a quiet machine (under 20 minutes)"
+	@echo "make torture      kills, failing disks and 10,000 spoilt files, counted in docs/reliability.json (about an hour)"
 	@echo "make clean        remove .venv and caches"
 
 quickstart: .venv/quickstart.stamp
@@ -34,6 +35,10 @@ mutants: .venv/test.stamp
 bench: .venv/test.stamp
 	$(PIP) --no-deps --upgrade --target .venv/timm vit-pytorch einops
 	$(BIN)/python benchmarks/suite.py $(BENCH)
+
+# kills, failing disks and 10,000 spoilt files; `PARTS=long` trains for two hours and watches memory, handles and disk
+torture: .venv/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/torture.py $(PARTS)
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from odevit.analysis.flow import flow_gap
+from odevit.atomic import write_file
 from odevit.commands.evaluate import load_data_for
 from odevit.dynamics.cost import count_macs
 from odevit.parse import plain
@@ -58,6 +59,7 @@ def ship(
 ) -> dict[str, Any]:
     """Write folder/name from run/model and return its card."""
     target = folder / name
+    (target / "card.json").unlink(missing_ok=True)  # without a card it is not in the zoo: it comes last
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(run / "model", target, ignore=shutil.ignore_patterns("selected.json", "README.md"))
     weights = load_file(target / "model.safetensors")
@@ -81,7 +83,6 @@ def ship(
         "bytes": (target / "model.safetensors").stat().st_size, "sha256": checksum(target), "command": command,
         "seconds": result["seconds"], "epochs": result["epochs"], "seed": seed,
     }  # fmt: skip
-    (target / "card.json").write_text(json.dumps(entry, indent=1) + "\n")
     text = CARD.format(
         **{key: value for key, value in entry.items() if key != "flow"},
         about=about, gap=100 * flow["gap"], gap_images=flow["images"], spread=100 * flow["spread"],
@@ -89,6 +90,7 @@ def ship(
         by_steps=", ".join(f"{steps}: {value:.1%}" for steps, value in flow["accuracy_by_steps"].items()),
     )  # fmt: skip
     (target / "README.md").write_text(text)
+    write_file(target / "card.json", json.dumps(entry, indent=1) + "\n")
     return entry
 
 

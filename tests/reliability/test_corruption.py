@@ -1,5 +1,7 @@
 """Spoilt files: a right answer or one sentence, in time, in memory, and nothing is run. `make torture` tries 10,000."""
 
+import hashlib
+import json
 import os
 import pickle
 import shutil
@@ -29,8 +31,8 @@ def test_the_watch_sees_what_it_should(tmp_path):
     """A reader that runs a command, and one that fails inside a library, are told from a good one."""
     error = ValueError("a sentence of more than ten letters")
     assert not corruption.ours(error)  # never raised: no frame of odevit
-    with pytest.raises(Exception, match="maximum|recursion|JSON|Expecting") as caught:
-        __import__("json").loads("{")
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")
     assert not corruption.ours(caught.value)
     with pytest.raises(ValueError, match="unknown model") as caught:
         load_classifier(str(tmp_path / "nowhere"))
@@ -78,9 +80,6 @@ def test_a_pickle_in_the_place_of_weights_is_never_loaded(name, folder, by, good
 
 @pytest.mark.parametrize("file", ["state.safetensors", "state.pt", "meta.json"])
 def test_a_pickle_in_a_checkpoint_is_never_loaded(file, good, tmp_path):
-    import hashlib
-    import json
-
     shutil.copytree(good / "checkpoint state", tmp_path / "checkpoints")
     step = tmp_path / "checkpoints" / "step-00000005"
     torch.save({"model": Bomb(tmp_path / "ran")}, step / file)
@@ -102,8 +101,6 @@ def test_a_pickle_in_a_cache_is_never_loaded(good, tmp_path):
 
 def test_code_beside_the_weights_is_never_run(good, tmp_path):
     """auto_map without trust: the code of the folder is not imported, whatever the class that it names."""
-    import json
-
     place = tmp_path / "model"
     shutil.copytree(good / "ViT config.json", place)
     config = json.loads((place / "config.json").read_text())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from odevit.atomic import write_file
 from odevit.export.graphs import Classifier, Embed, Field, Head, chosen_flow, frozen, metadata
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import solve
@@ -187,7 +188,7 @@ def save_clean(graph: Any, file: Path, notes: Mapping[str, str]) -> None:
     graph.metadata_props.update(notes)
     proto = onnx_ir.to_proto(graph)
     del proto.graph.value_info[:]
-    file.write_bytes(proto.SerializeToString())
+    write_file(file, proto.SerializeToString())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from odevit.atomic import filled_folder
 from odevit.export.graphs import label_names
 from odevit.model.model import OdeViTForImageClassification
 
@@ -53,7 +54,13 @@ Not told here, because the file does not know: training data, accuracy, intended
 
 
 def write_hub_folder(model: OdeViTForImageClassification, folder: Path, license: str = "apache-2.0") -> list[Path]:
-    """Everything that a repository on the hub needs; the files written."""
+    """Everything that a repository on the hub needs; the files of the folder. config.json comes last."""
+    with filled_folder(folder, last="config.json") as temporary:
+        _write(model, temporary, model_card(model, folder.resolve().name, license))
+    return sorted(file for file in folder.iterdir() if file.is_file())
+
+
+def _write(model: OdeViTForImageClassification, folder: Path, card: str) -> None:
     model.save_pretrained(folder)
     for name, source in remote_code().items():
         (folder / f"{name}.py").write_text(source)
@@ -67,8 +74,7 @@ def write_hub_folder(model: OdeViTForImageClassification, folder: Path, license:
     _add(
         folder / "preprocessor_config.json", auto_map={"AutoImageProcessor": f"{PROCESSING}.OdeViTImageProcessor"}
     )  # fmt: skip
-    (folder / "README.md").write_text(model_card(model, folder.resolve().name, license))
-    return sorted(file for file in folder.iterdir() if file.is_file())
+    (folder / "README.md").write_text(card)
 
 
 def remote_code() -> dict[str, str]:

@@ -31,7 +31,7 @@ from odevit.model.layers import (
     interpolate_positions,
 )
 from odevit.model.saved import follow_umask, read_model
-from odevit.model.solvers import Evaluations, Grid, Solution, solve
+from odevit.model.solvers import Evaluations, Grid, Solution, check_logits, solve
 from odevit.model.spectral import cap_spectral_norms_, spectral_init_
 
 
@@ -236,6 +236,11 @@ class OdeViTModel(OdeViTPreTrainedModel):
                 f"expected images of shape (batch, {channels}, height, width), got {tuple(images.shape)}; "
                 f"this model takes {channels} channel(s), see PIL's image.convert({'RGB' if channels == 3 else 'L'!r})"
             )
+        wanted = self.positions.dtype
+        if images.dtype != wanted and not torch.is_autocast_enabled(images.device.type):
+            raise ValueError(
+                f"the model's numbers are {wanted}, the images' {images.dtype}: convert them, images.to({wanted})"
+            )
         height, width = images.shape[-2:]
         if interpolate and (height % patch or width % patch or min(height, width) < patch):
             raise ValueError(
@@ -308,7 +313,7 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
             outputs = OdeViTOutput(evaluations=evaluations)
         else:
             outputs, steps = self.odevit(pixel_values, **kwargs), None
-            logits = self.classify(outputs.last_hidden_state)
+            logits = check_logits(self.classify(outputs.last_hidden_state))
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         output = OdeViTClassifierOutput(
             loss=loss,

@@ -57,6 +57,25 @@ class NonFiniteStateError(SolverError):
         )
 
 
+class NonFiniteLogitsError(NonFiniteStateError):
+    """The state is finite and what the head makes of it is not."""
+
+    def __init__(self) -> None:
+        self.step, self.time = None, math.nan
+        ArithmeticError.__init__(
+            self,
+            "the last state is finite, the logits are not: the weights of the head are too large for their precision",
+        )
+
+
+def check_logits(logits: Tensor) -> Tensor:
+    """The same; an error when they are NaN or infinite (not inside compiled and exported graphs)."""
+    readable = not torch.compiler.is_compiling() and not logits.is_meta
+    if readable and not bool(torch.isfinite(logits).all()):
+        raise NonFiniteLogitsError
+    return logits
+
+
 Step = Callable[[Any, Tensor, float], Tensor]
 
 

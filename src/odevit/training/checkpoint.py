@@ -38,6 +38,15 @@ class CheckpointError(OSError):
     """A checkpoint could not be written or read."""
 
 
+def unwritable(folder: Path, error: OSError, newest: Path | None) -> CheckpointError:
+    """What to say when a run can no longer write."""
+    good = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
+    return CheckpointError(
+        f"cannot write in {folder}: {error}; {good}. Free some space there (or mend its rights), then resume "
+        "with --resume"
+    )
+
+
 # --- atomic folders ---------------------------------------------------------------------------------------------------
 
 

@@ -79,6 +79,10 @@ def fit(
         with stop_request() as stop:
             run.train(stop)
         return run.finish()
+    except ckpt.CheckpointError:
+        raise
+    except OSError as error:  # a full or failing disk, or no right to write
+        raise ckpt.unwritable(folder, error, run.store.newest()) from error
     finally:
         run.log.close()
 
