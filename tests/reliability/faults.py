@@ -70,7 +70,7 @@ def distill(folder: Path) -> None:
         "optim": {"steps": 8, "batch_size": 32},
         "loop": {"eval_every": 4, "checkpoint_every": 3, "log_every": 2, "keep": 2},
     }
-    distill_recipe(Recipe.from_dict(values), resume=True, progress_bar=False)
+    distill_recipe(Recipe.from_dict(values), resume=True, report=None, progress_bar=False)
 
 
 def _model() -> Any:
@@ -112,13 +112,14 @@ TASKS: dict[str, Callable[[Path], None]] = {
     "train": train, "distill": distill, "cache": cache, "hub": hub, "page": page, "calibrate": calibrate,
 }  # fmt: skip
 
-# whose bytes differ from run to run, since they tell times
-TIMED = ("timing.jsonl", "result.json", "curve.png", "meta.json", "selected.json", "lock", "comparison.json")
+# whose bytes differ from run to run, since they tell times or the folder's name
+DIFFERENT = ("timing.jsonl", "result.json", "curve.png", "meta.json", "selected.json", "lock", "comparison.json")
+DIFFERENT += ("recipe.yaml",)
 
 
 def outcome(folder: Path) -> dict[str, str]:
-    """sha256 of every file that does not tell times; those of a checkpoint by the state's file."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in TIMED)
+    """sha256 of every file that tells neither times nor places."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in DIFFERENT)
     return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from odevit.analysis.comparison import compare, comparison_finding
+from odevit.atomic import write_file
 from odevit.commands.analyze import QUICK, Report, write_study
 from odevit.commands.calibrate import MOST_IMAGES, adopt_cheapest, shuffled, write_config
 from odevit.commands.console import print_comparison
@@ -146,7 +147,7 @@ def write_comparison(
     """comparison.json and its table, and the report when one is wanted."""
     assert recipe.distill is not None
     comparison = compare(result.model, teacher, data.test or data.val)
-    (result.folder / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n")
+    write_file(result.folder / "comparison.json", json.dumps(comparison, indent=1) + "\n")
     print_comparison(comparison)
     if report is not None:
         names = {"model": str(result.folder / "model"), "data": recipe.data.name, "teacher": recipe.distill.teacher}
