@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 VERBS: dict[str, str] = {
     "quickstart": "odevit.commands.quickstart:quickstart",
@@ -269,7 +270,8 @@ def main() -> None:
     except (ValueError, OSError, ArithmeticError) as error:
         if os.environ.get("ODEVIT_DEBUG"):
             raise
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        said = Text.assemble(("error: ", "bold red"), str(error))  # what is in brackets is no markup
+        Console(stderr=True).print(said, highlight=False, soft_wrap=True)
         sys.exit(1)
 
 
