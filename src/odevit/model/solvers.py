@@ -62,16 +62,12 @@ class NonFiniteLogitsError(NonFiniteStateError):
 
     def __init__(self) -> None:
         self.step, self.time = None, math.nan
-        ArithmeticError.__init__(
-            self,
-            "the last state is finite, the logits are not: the weights of the head are too large for their precision",
-        )
+        ArithmeticError.__init__(self, "the last state is finite, the logits are not: the head's weights are too large")
 
 
 def check_logits(logits: Tensor) -> Tensor:
     """The same; an error when they are NaN or infinite (not inside compiled and exported graphs)."""
-    readable = not torch.compiler.is_compiling() and not logits.is_meta
-    if readable and not bool(torch.isfinite(logits).all()):
+    if not torch.compiler.is_compiling() and not logits.is_meta and not bool(torch.isfinite(logits).all()):
         raise NonFiniteLogitsError
     return logits
 
