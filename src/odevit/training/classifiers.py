@@ -67,8 +67,10 @@ def _load_classifier(source: str) -> Any:
         model, info = AutoModelForImageClassification.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True, use_safetensors=True, trust_remote_code=False
         )
-        if info["missing_keys"]:
-            raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:5])}")
+        if missing := sorted(info["missing_keys"]):
+            headless = all(key.startswith("classifier.") for key in missing)
+            hint = ": it has no head, so there are no answers; train one first" if headless else ""
+            raise ValueError(f"its weights lack {', '.join(missing[:5])}{hint}")
     labels = model.config.id2label
     if sorted(labels) != list(range(len(labels))):
         raise ValueError(f"id2label in its config.json must name the classes 0 … {len(labels) - 1}, got {labels}")
