@@ -85,13 +85,16 @@ def long_run(folder: Path, minutes: float) -> dict[str, Any]:
             break
         disk = sum(file.stat().st_size for file in (folder / "run").rglob("*") if file.is_file()) / 1e6
         samples.append((time.monotonic() / 3600, memory, handles, disk))
-        print(f"{memory:8.1f} MB  {handles:3} handles  {disk:8.2f} MB on disk", flush=True)
+        print(f"{(samples[-1][0] - samples[0][0]) * 60:6.1f} min  {memory:8.1f} MB  {handles:3} handles  {disk:8.2f} MB on disk", flush=True)
     child.join()
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     settled = samples[len(samples) // 4 :]  # the first quarter fills caches
     names = ("memory_mb", "handles", "disk_mb")
     result: dict[str, Any] = {"minutes": minutes, "samples": len(samples), "exit_code": child.exitcode}
+    result["steps"] = records[-1]["step"]
+    result |= {kind: sum(record["kind"] == kind for record in records) for kind in ("val", "monitor")}
     for column, name in enumerate(names, start=1):
-        result[name] = [settled[0][column], settled[-1][column]]
+        result[name] = [settled[0][column], settled[-1][column], max(sample[column] for sample in samples)]
         result[f"{name}_per_hour"] = round(_slope([s[0] for s in settled], [s[column] for s in settled]), 3)
     return result
 
@@ -108,8 +111,10 @@ def _train_for(folder: Path, minutes: float) -> None:
 
     from odevit.commands.train import train_recipe
 
-    loop = {"eval_every": 200, "checkpoint_every": 200, "log_every": 50, "monitor_every": 400}
-    train_recipe(tiny_recipe(folder, optim={"minutes": minutes, "ema": 0.9}, loop=loop), progress_bar=False)
+    loop = {"eval_every": 100, "checkpoint_every": 100, "log_every": 50, "monitor_every": 100}
+    optim = {"minutes": minutes, "ema": 0.9, "name": "muon", "label_smoothing": 0.1, "lr": 1e-3}
+    model, augment = {"dropout": 0.1, "drop_path": 0.1}, {"crop": 1, "flip": True, "mixup": 0.2}
+    train_recipe(tiny_recipe(folder, model=model, optim=optim, augment=augment, loop=loop), progress_bar=False)
 
 
 def main() -> int:

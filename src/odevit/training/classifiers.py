@@ -68,7 +68,7 @@ def _load_classifier(source: str) -> Any:
             source, dtype=torch.float32, output_loading_info=True, use_safetensors=True, trust_remote_code=False
         )
         if missing := sorted(info["missing_keys"]):
-            headless = all(key.startswith("classifier.") for key in missing)
+            headless = any("classifier." in key for key in missing)
             hint = ": it has no head, so there are no answers; train one first" if headless else ""
             raise ValueError(f"its weights lack {', '.join(missing[:5])}{hint}")
     labels = model.config.id2label
