@@ -85,7 +85,8 @@ def long_run(folder: Path, minutes: float) -> dict[str, Any]:
             break
         disk = sum(file.stat().st_size for file in (folder / "run").rglob("*") if file.is_file()) / 1e6
         samples.append((time.monotonic() / 3600, memory, handles, disk))
-        print(f"{(samples[-1][0] - samples[0][0]) * 60:6.1f} min  {memory:8.1f} MB  {handles:3} handles  {disk:8.2f} MB on disk", flush=True)
+        spent = 60 * (samples[-1][0] - samples[0][0])
+        print(f"{spent:6.1f} min  {memory:8.1f} MB  {handles:3} handles  {disk:8.2f} MB on disk", flush=True)
     child.join()
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     settled = samples[len(samples) // 4 :]  # the first quarter fills caches
