@@ -1,6 +1,7 @@
 """What `odevit plan` says, against what a run really does."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tiny_runs import tiny_recipe
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import odevit.distill.plan
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.commands.plan import plan
 from odevit.commands.train import train_recipe
@@ -15,6 +17,7 @@ from odevit.data import load_data
 from odevit.distill.plan import (
     SOURCES,
     activation_bytes,
+    images_per_second,
     make_plan,
     mean_macs,
     schedule_shares,
@@ -64,7 +67,8 @@ def test_state_of_the_optimisers():
     assert state_bytes(10, 100, muon) == 4 * (100 + 10 * 3)
 
 
-def test_a_plan_of_a_run_that_then_happens(tmp_path):
+def test_a_plan_of_a_run_that_then_happens(tmp_path, monkeypatch):
+    monkeypatch.setattr(odevit.distill.plan, "images_per_second", partial(images_per_second, seconds=0.1))
     recipe = tiny_recipe(tmp_path / "run", data={"limit": None})
     numbers = make_plan(recipe, SOURCES["digits"])
     result = train_recipe(recipe, progress_bar=False)
@@ -76,13 +80,23 @@ def test_a_plan_of_a_run_that_then_happens(tmp_path):
 
 
 @pytest.mark.slow
-def test_imagenet_with_dinov2_base_is_planned_without_either(capsys):
+def test_imagenet_with_dinov2_base_is_planned_without_either(capsys, monkeypatch):
+    monkeypatch.setattr(odevit.distill.plan, "images_per_second", lambda *_: 1.0)
     numbers = plan("imagenet/dinov2-base", device_tflops=300, processes=8, as_json=True)
     assert json.loads(capsys.readouterr().out)["processes"] == 8
     assert numbers["teacher_parameters"] == pytest.approx(86.6e6, rel=0.03)
     assert numbers["macs_per_image"] > 23e9 * 0.9  # the teacher alone: 256 tokens through 12 blocks of width 768
-    half = plan("imagenet/dinov2-base", device_tflops=300, processes=16, as_json=True)
-    assert half["hours_there"] == pytest.approx(numbers["hours_there"] / 2)
+    assert numbers["hours_here"] == pytest.approx(30 * 1_281_167 / 3600)
+    work = 2 * numbers["macs_in_all"] / (8 * 300e12 * numbers["utilisation"])
+    assert numbers["hours_there"] == pytest.approx(work / 3600)
+
+
+@pytest.mark.parametrize(("macs", "images"), [(1e6, 32), (10e9, 5), (200e9, 1)])
+def test_a_batch_whose_time_is_taken_is_smaller_for_a_larger_model(macs, images, tmp_path):
+    model, seen = tiny(), []
+    model.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
+    images_per_second(model, None, tiny_recipe(tmp_path), macs, seconds=0.0)
+    assert set(seen) == {images}
 
 
 def test_unknown_names_list_the_known_ones():

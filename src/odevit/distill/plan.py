@@ -21,6 +21,7 @@ from odevit.training.integration import parse_setting
 
 BACKWARD = 2  # a backward pass costs twice its forward pass: one product for the input, one for the weights
 BYTES = 4  # of a float32
+PROBE = 50e9  # multiply-accumulates in a batch whose time is taken: about a second of one core
 UTILISATION = 0.35  # of a device's peak that training of small ViTs reaches: our share of matrix rate is below it
 
 
@@ -110,10 +111,8 @@ def activation_bytes(model: Any, images: Tensor, num_steps: int) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(images, **({"num_steps": num_steps} if hasattr(model, "odevit") else {}))
-        total = sum(kept.values())
-        output.logits.sum().backward()
-    model.zero_grad()
-    return total / len(images)
+        del output  # only now: what it holds must not be freed, and its memory given to another, before it is counted
+    return sum(kept.values()) / len(images)
 
 
 def state_bytes(trainable: int, total: int, optim: OptimConfig) -> int:
@@ -183,7 +182,7 @@ def make_plan(recipe: Any, source: Source, *, processes: int = 1, tflops: float 
     batch = -(-recipe.optim.batch_size // (processes * recipe.optim.accumulate))
     teacher_bytes = 0 if teacher is None else BYTES * sum(p.numel() for p in teacher.parameters())
     states = state_bytes(parameters["trainable"], parameters["total"], recipe.optim)
-    speed = images_per_second(student, teacher if online else None, recipe)
+    speed = images_per_second(student, teacher if online else None, recipe, per_image)
     caching = 0 if recipe.distill is None or recipe.distill.cache == "none" else rows * teacher_macs
     total = None if epochs is None else epochs * rows * per_image + caching
     there = None if tflops is None or total is None else 2 * total / (tflops * 1e12 * UTILISATION * processes) / 3600
@@ -206,9 +205,12 @@ def make_plan(recipe: Any, source: Source, *, processes: int = 1, tflops: float 
     }
 
 
-def images_per_second(student: Any, teacher: Teacher | None, recipe: Any, seconds: float = 3.0) -> float:
-    """Forward and backward passes on this machine, with the teacher where it runs online, for a few seconds."""
-    config, count = student.config, min(recipe.optim.batch_size, 32)
+def images_per_second(student: Any, teacher: Teacher | None, recipe: Any, macs: float, seconds: float = 3.0) -> float:
+    """Forward and backward passes on this machine, with the teacher where it runs online, for a few seconds.
+
+    macs: of one image, so that a batch of a large model stays within those seconds.
+    """
+    config, count = student.config, max(1, min(recipe.optim.batch_size, 32, int(PROBE / macs)))
     images = torch.randn(count, config.num_channels, config.image_size, config.image_size)
     settings = [
         {name: value for name, value in (("num_steps", steps), ("solver", solver)) if value is not None}
