@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from studies import assignments_of, chosen_runs, run_folder, study_parser
+from studies import run_study, study_parser
 
 from odevit.commands.console import print_table
 from odevit.commands.distill import distill
@@ -88,11 +88,7 @@ def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__ or "", STUDIES, minutes=40, output="runs/distillation")
     options = parser.parse_args(arguments)
-    arms = STUDIES[options.study]
-    rows: dict[str, Any] = {}
-    for seed, name in chosen_runs(parser, options, arms):
-        folder = run_folder(options, seed, name)
-        rows[f"{name} (seed {seed})"] = run_arm(arms[name], assignments_of(options, seed), folder)
+    rows = run_study(parser, options, STUDIES[options.study], run_arm, title=options.study)
     columns = ("top-1", "agreement", "certified", "flow gap", "parameters", "steps")
     print_table(f"{options.study}, {options.minutes:g} minutes each, test split", rows, headers=columns)
     return rows

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from cct import CctConfig, CctForImageClassification
-from studies import assignments_of, chosen_runs, run_folder, study_parser
+from studies import run_study, study_parser
 
 from odevit.commands.train import train_recipe
 from odevit.data import load_data
@@ -98,11 +98,7 @@ def run_arm(arm: Arm, assignments: list[str], folder: Path) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__ or "", STUDIES, minutes=9, output="runs/flow")
     options = parser.parse_args(arguments)
-    arms = STUDIES[options.study]
-    rows: dict[str, Any] = {}
-    for seed, name in chosen_runs(parser, options, arms):
-        folder = run_folder(options, seed, name)
-        rows[f"{name} (seed {seed})"] = run_arm(arms[name], assignments_of(options, seed), folder)
+    rows = run_study(parser, options, STUDIES[options.study], run_arm, title=options.study)
     columns = ["model", *SETTINGS, *(["test"] if options.study == "peers" else [])]
     print(f"{options.study}, {options.minutes:g} minutes each, 2,000 held-out images, top-1 in %\n")
     print(f"| | parameters | epochs | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")

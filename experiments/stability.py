@@ -13,14 +13,14 @@ softmax fields, whose norms take out constants); flow gap: accuracy of the exact
 own steps.
 """
 
-import argparse
 import json
 import math
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from studies import run_study, study_parser
 
 from odevit.analysis.certified import attacked_radii
 from odevit.analysis.stability import path_measures
@@ -154,46 +154,22 @@ def row(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def share(text: str) -> tuple[int, int]:
-    """I/N → (I, N)."""
-    first, _, count = text.partition("/")
-    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
-        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, for example 1/2; got {text!r}")
-    return int(first), int(count)
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=("contractive", "middle"))
+    parser = study_parser(__doc__ or "", ("contractive", "middle"), minutes=None, output="runs/stability")
     parser.add_argument("--data", choices=("digits", "cifar10"), default="digits")
-    parser.add_argument("--minutes", type=float, help="of every run; default: what the recipes say")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--only", nargs="+", help="names of arms; default: all")
     parser.add_argument("--attacked", type=int, default=1000, help="images to attack; on digits beyond the test split")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--output", type=Path, default=Path("runs/stability"))
-    parser.add_argument("--share", type=share, metavar="I/N", help="only every N-th run, on core I alone")
     options = parser.parse_args(arguments)
-    chosen = arms(options.data)[options.study]
-    if unknown := [name for name in options.only or [] if name not in chosen]:
-        parser.error(f"unknown arm {', '.join(unknown)}; choose from: {', '.join(chosen)}")
-    runs = [(seed, name) for seed in options.seeds for name in options.only or chosen]
-    if options.share:
-        first, count = options.share
-        runs = runs[first - 1 :: count]
-        os.sched_setaffinity(0, {first - 1})
-        torch.set_num_threads(1)
-    budget = [] if options.minutes is None else [f"optim.minutes={options.minutes}"]
-    length = "recipe" if options.minutes is None else f"{options.minutes:g}min"
-    rows: dict[str, Any] = {}
-    for seed, name in runs:
-        words = name.replace(",", "").replace("/", "-").replace(" ", "-")
-        folder = options.output / f"{options.data}-{options.study}-{length}" / f"{words}-seed{seed}"
-        found = run_arm(chosen[name], [f"seed={seed}", *budget, *options.overrides], folder, options.attacked)
-        rows[f"{name} (seed {seed})"] = row(found)
-        beaten = found.get("certified_above_attacked")
-        if beaten is not None:
-            print(f"{name}: certificates beaten by the attack: {beaten} of {found['images_attacked']} images")
+    found = run_study(
+        parser,
+        options,
+        arms(options.data)[options.study],
+        partial(run_arm, attacked=options.attacked),
+        title=f"{options.data}-{options.study}",
+    )
+    for name, values in found.items():
+        if (beaten := values.get("certified_above_attacked")) is not None:
+            print(f"{name}: certificates beaten by the attack: {beaten} of {values['images_attacked']} images")
+    rows = {name: row(values) for name, values in found.items()}
     print_table(f"{options.study} on {options.data}, test split", rows, headers=tuple(next(iter(rows.values()))))
     return rows
 

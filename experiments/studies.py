@@ -3,8 +3,9 @@
 import argparse
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +18,13 @@ def share(text: str) -> tuple[int, int]:
     return int(first), int(count)
 
 
-def study_parser(description: str, studies: Collection[str], *, minutes: float, output: str) -> argparse.ArgumentParser:
+def study_parser(
+    description: str, studies: Collection[str], *, minutes: float | None, output: str
+) -> argparse.ArgumentParser:
+    """minutes: of every run, unless the user says otherwise; None: what the recipes say."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=studies)
-    parser.add_argument("--minutes", type=float, default=minutes)
+    parser.add_argument("--minutes", type=float, default=minutes, help="of every run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", help="names of arms; default: all")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
@@ -46,11 +50,22 @@ def chosen_runs(
     return runs
 
 
-def run_folder(options: argparse.Namespace, seed: int, name: str) -> Path:
-    words = re.sub(r"[ /]", "-", re.sub(r"[,']", "", name))
-    return options.output / f"{options.study}-{options.minutes:g}min" / f"{words}-seed{seed}"
+def run_study(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    arms: Mapping[str, Any],
+    run_arm: Callable[[Any, list[str], Path], Any],
+    title: str,
+) -> dict[str, Any]:
+    """`run_arm(arm, assignments, folder)` of every run asked for, by the run's name.
 
-
-def assignments_of(options: argparse.Namespace, seed: int) -> list[str]:
-    """What every arm is told of seed, budget and the user's own --set."""
-    return [f"seed={seed}", f"optim.minutes={options.minutes}", *options.overrides]
+    The assignments tell an arm its seed, its budget and the user's own --set. title: of the folder of all runs.
+    """
+    length = "recipe" if options.minutes is None else f"{options.minutes:g}min"
+    budget = [] if options.minutes is None else [f"optim.minutes={options.minutes}"]
+    rows: dict[str, Any] = {}
+    for seed, name in chosen_runs(parser, options, arms):
+        words = re.sub(r"[ /]", "-", re.sub(r"[,']", "", name))
+        folder = options.output / f"{title}-{length}" / f"{words}-seed{seed}"
+        rows[f"{name} (seed {seed})"] = run_arm(arms[name], [f"seed={seed}", *budget, *options.overrides], folder)
+    return rows

@@ -99,6 +99,15 @@ def tiny_model(seed: int = 0, **overrides) -> OdeViTForImageClassification:
     return OdeViTForImageClassification(OdeViTConfig(**{**TINY, **overrides})).eval()
 
 
+def contractive_model(**overrides) -> OdeViTForImageClassification:
+    """One field that contracts by construction, on digits of 8 × 8."""
+    settings = dict(
+        field="contractive", image_size=8, patch_size=4, num_channels=1, hidden_size=16, num_registers=0, depth=4,
+        pool="sqrt_mean", final_norm="none", num_labels=10, image_mean=[0.3], image_std=[0.4],
+    )  # fmt: skip
+    return tiny_model(**{**settings, **overrides})
+
+
 def tiny_images(batch: int = 3, seed: int = 1, channels: int = 3, size: int = 16) -> Tensor:
     return torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(seed))
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from problems import tiny_model
 
-from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit import OdeViTForImageClassification
 from odevit.analysis import HtmlFigure, Study
 from odevit.analysis.attention import (
     attention_over_time,
@@ -20,12 +21,8 @@ from odevit.teachers.teacher import tiny_teacher
 
 
 def tiny(**changes: object) -> OdeViTForImageClassification:
-    torch.manual_seed(0)
-    settings = dict(
-        image_size=16, patch_size=4, num_channels=3, hidden_size=12, num_attention_heads=3, mlp_ratio=2, depth=2,
-        num_steps=4, num_labels=3,
-    )  # fmt: skip
-    return OdeViTForImageClassification(OdeViTConfig(**{**settings, **changes})).eval()
+    small = {"hidden_size": 12, "num_attention_heads": 3, "depth": 2, "num_registers": 0, "num_labels": 3}
+    return tiny_model(**{**small, **changes})
 
 
 @pytest.mark.parametrize("registers", [0, 2])

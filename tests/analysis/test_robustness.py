@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from problems import tiny_model
 
-from odevit import SOLVERS, OdeViTConfig, OdeViTForImageClassification
+from odevit import SOLVERS, OdeViTForImageClassification
 from odevit.analysis import Study
 from odevit.analysis.robustness import compare, run, steps_within, verdict
 from odevit.analysis.step_sweep import (
@@ -20,12 +21,8 @@ from odevit.analysis.step_sweep import (
 
 
 def tiny(**changes: object) -> OdeViTForImageClassification:
-    torch.manual_seed(0)
-    settings = dict(
-        image_size=16, patch_size=8, num_channels=1, hidden_size=12, num_attention_heads=2, mlp_ratio=2, depth=2,
-        num_steps=4, num_labels=3,
-    )  # fmt: skip
-    return OdeViTForImageClassification(OdeViTConfig(**{**settings, **changes})).eval()
+    small = {"patch_size": 8, "num_channels": 1, "hidden_size": 12, "depth": 2, "num_registers": 0, "num_labels": 3}
+    return tiny_model(**{**small, **changes})
 
 
 IMAGES = torch.randn(7, 1, 16, 16, generator=torch.Generator().manual_seed(1))

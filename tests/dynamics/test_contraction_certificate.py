@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems import contractive_model
 from torch import Tensor, nn
 from torch.func import jacrev
 
@@ -21,23 +22,12 @@ from odevit.dynamics.contraction_certificate import (
     flow_growth,
     margin_loss,
 )
-from odevit.model.config import OdeViTConfig
 from odevit.model.halting import halt
 from odevit.model.model import OdeViTForImageClassification
 from odevit.training.config import PenaltyConfig
 from odevit.training.evaluation import certified_accuracy, model_input
 from odevit.training.integration import Integration
 from odevit.training.objectives import Classification
-
-
-def tiny_model(**options: Any) -> OdeViTForImageClassification:
-    settings = dict(
-        field="contractive", image_size=8, patch_size=4, num_channels=1, hidden_size=16, num_attention_heads=2,
-        mlp_ratio=2, depth=4, num_steps=4, pool="sqrt_mean", final_norm="none", num_labels=10,
-        image_mean=[0.3], image_std=[0.4],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return OdeViTForImageClassification(OdeViTConfig(**{**settings, **options})).eval()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +38,7 @@ def digits() -> Split:
 @pytest.fixture(scope="module")
 def trained(digits: Split) -> OdeViTForImageClassification:
     """80 steps with the margin loss."""
-    model, objective = tiny_model().train(), Classification(PenaltyConfig(margin=0.3))
+    model, objective = contractive_model().train(), Classification(PenaltyConfig(margin=0.3))
     images, labels = digits.fetch(torch.arange(1024))
     images, targets = model_input(model, images), nn.functional.one_hot(labels, 10).float()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
@@ -94,7 +84,11 @@ def test_certified_accuracy_counts_right_answers_beyond_each_radius(
 @pytest.mark.parametrize("channels", [1, 3])
 def test_entrance_is_the_exact_norm_from_pixels_to_tokens(channels: int) -> None:
     std = [0.4, 0.1, 0.7][:channels]
-    model = tiny_model(num_channels=channels, image_mean=[0.5] * channels, image_std=std).double().requires_grad_(False)
+    model = (
+        contractive_model(num_channels=channels, image_mean=[0.5] * channels, image_std=std)
+        .double()
+        .requires_grad_(False)
+    )
     nn.init.normal_(model.odevit.tokenizer.projection.weight)
 
     def tokens(pixels: Tensor) -> Tensor:
@@ -111,7 +105,7 @@ def test_entrance_is_the_exact_norm_from_pixels_to_tokens(channels: int) -> None
 def test_whole_model_moves_no_further_than_its_constant() -> None:
     """The Jacobian from pixels to the head's input has a norm of at most ‖E₀‖, and comes near it."""
     for pool in ("sqrt_mean", "cls", "mean"):
-        model = tiny_model(pool=pool).double().requires_grad_(False)
+        model = contractive_model(pool=pool).double().requires_grad_(False)
 
         def features(flat: Tensor, model: Any = model) -> Tensor:
             images = (flat.view(1, 1, 8, 8) - 0.3) / 0.4
@@ -124,7 +118,7 @@ def test_whole_model_moves_no_further_than_its_constant() -> None:
 
 
 def test_margin_loss_asks_for_radii_and_not_for_scale() -> None:
-    model, images = tiny_model().train(), torch.randn(4, 1, 8, 8)
+    model, images = contractive_model().train(), torch.randn(4, 1, 8, 8)
     targets = nn.functional.one_hot(torch.tensor([1, 2, 3, 3]), 10).float()
     loss = margin_loss(model, model(images).logits, targets, 0.1)
     loss.backward()
@@ -141,16 +135,16 @@ def test_margin_loss_asks_for_radii_and_not_for_scale() -> None:
 
 
 def test_what_is_not_covered_is_named() -> None:
-    sequential = tiny_model()
+    sequential = contractive_model()
     sequential.classifier = nn.Sequential(nn.Linear(16, 10), nn.ReLU())  # type: ignore[assignment]
-    unknown = tiny_model()
+    unknown = contractive_model()
     unknown.odevit.tokenizer = nn.Sequential(unknown.odevit.tokenizer)
     for model, message in (
-        (tiny_model(final_norm="layer"), "LayerNorm is one"),
-        (tiny_model(final_norm="center"), "CenterNorm is one"),
-        (tiny_model(pool="sequence"), "pool='sequence'"),
-        (tiny_model(field="softmax"), "field='softmax'"),
-        (tiny_model(image_std=None), "image_std"),
+        (contractive_model(final_norm="layer"), "LayerNorm is one"),
+        (contractive_model(final_norm="center"), "CenterNorm is one"),
+        (contractive_model(pool="sequence"), "pool='sequence'"),
+        (contractive_model(field="softmax"), "field='softmax'"),
+        (contractive_model(image_std=None), "image_std"),
         (sequential, "linear head only, got Sequential"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -158,8 +152,8 @@ def test_what_is_not_covered_is_named() -> None:
     with pytest.raises(ValueError, match="no bound is known for Sequential"):
         certified_radius(unknown, torch.randn(2, 10))
     with pytest.raises(ValueError, match="nothing is proven for midpoint"):
-        flow_growth(tiny_model(), solver="midpoint")
-    bounded = tiny_model(tokenizer="conv")
+        flow_growth(contractive_model(), solver="midpoint")
+    bounded = contractive_model(tokenizer="conv")
     assert float(certified_radius(bounded, torch.randn(2, 10)).min()) > 0, "a convolutional tokenizer has a bound"
 
 
@@ -187,7 +181,7 @@ def test_the_report_shows_certified_accuracy(trained: OdeViTForImageClassificati
 
 def test_arrival_bound_holds_on_a_contractive_flow() -> None:
     """‖X(T) - X(t)‖ ≤ (T - t) ‖ψ(X(t))‖, μ = 0: for the exact flow at every time, and tight for short times."""
-    model = tiny_model().double().requires_grad_(False)
+    model = contractive_model().double().requires_grad_(False)
     path = model.odevit.evolve(model.odevit.embed(torch.randn(8, 1, 8, 8, dtype=torch.float64)), 64, "rk4", "steps")
     tightest = 0.0
     for t, state in zip(path.ts[:-1], path.xs[:-1], strict=True):

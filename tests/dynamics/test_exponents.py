@@ -10,7 +10,6 @@ from torch import Tensor
 from odevit.dynamics.exponents import (
     finite_time_exponents,
     long_time_exponents,
-    long_time_jet_exponents,
     model_exponents,
     sees_quotient,
     teacher_exponents,
@@ -235,10 +234,13 @@ def test_lorenz():
     for _ in range(1000):  # onto the attractor
         x = step(x)
     ours = long_time_exponents([step] * 6, x[:2], 3, total_time=1.0)
-    assert torch.allclose(ours, long_time_jet_exponents([jet_step] * 6, x[:2], 3, total_time=1.0), atol=1e-10)
+    assert torch.allclose(ours, long_time_exponents([jet_step] * 6, x[:2], 3, total_time=1.0, jets=True), atol=1e-10)
 
     # The growth between t = 4, when the tangents have found their directions, and t = 20.
-    until = [long_time_jet_exponents([jet_step] * n, x, 3, total_time=1.0, qr_every=5).mean(dim=0) for n in (200, 1000)]
+    until = [
+        long_time_exponents([jet_step] * n, x, 3, total_time=1.0, jets=True, qr_every=5).mean(dim=0)
+        for n in (200, 1000)
+    ]
     found = (until[1] - until[0]) / 16
     assert found[0].item() == pytest.approx(0.906, abs=0.02)
     assert found[1].item() == pytest.approx(0, abs=0.02)
@@ -299,7 +301,7 @@ def test_tangents_are_finite_differences_of_the_models_own_flow(solver):
         partial(SOLVERS[solver].step, JetField(model.odevit.fields[p]), h=1 / c / 2)
         for p, c in [(0, 3)] * 3 + [(1, 2)] * 2
     )
-    found = long_time_jet_exponents(maps, x, 1, total_time=3.0, frame=v.unsqueeze(0))
+    found = long_time_exponents(maps, x, 1, total_time=3.0, jets=True, frame=v.unsqueeze(0))
     assert torch.allclose(found[:, 0], growth, atol=1e-7)
 
 

@@ -1,10 +1,12 @@
 """The contractive field: its theorems, searched for counterexamples by gradient ascent on tiny models in float64."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from problems import contractive_model
 from torch import Tensor
 from torch.func import jacrev
 from torch.nn.utils import parametrize
@@ -13,11 +15,11 @@ from odevit.analysis.stability import path_measures
 from odevit.dynamics.bounds import field_bound, stiffness
 from odevit.dynamics.cost import count_macs
 from odevit.dynamics.exponents import model_exponents
-from odevit.model.config import OdeViTConfig
 from odevit.model.contractive import ContractiveField, fewest_steps, step_growth
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import SOLVERS, solve
 
+tiny_model = partial(contractive_model, hidden_size=8, num_labels=3)
 TOKENS, WIDTH = 5, 4  # CLS and a grid of 2 × 2
 
 
@@ -31,16 +33,6 @@ def wild_(field: ContractiveField, spread: float = 2.0) -> ContractiveField:
         for parameter in field.parameters():
             parameter.normal_(std=spread)
     return field
-
-
-def tiny_model(**options: Any) -> OdeViTForImageClassification:
-    settings = dict(
-        field="contractive", image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_attention_heads=2,
-        mlp_ratio=2, depth=4, num_steps=4, pool="sqrt_mean", final_norm="none", num_labels=3,
-        image_mean=[0.3], image_std=[0.4],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return OdeViTForImageClassification(OdeViTConfig(**{**settings, **options})).eval()
 
 
 def brute_drift(field: ContractiveField, x: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ the top direction, and the result depends on their number and seed: so this is n
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -134,15 +133,15 @@ def teacher_sees_quotient(teacher: Any, images: Tensor) -> bool:
 
 # --- long time --------------------------------------------------------------------------------------------------------
 
-JetMap = Callable[[Tensor], Tensor]  # (1 + k, b, …) -> (1 + k, b, …)
 
-
+@torch.no_grad()
 def long_time_exponents(
     step_maps: Iterable[Map],
     x0: Tensor,
     k: int = 1,
     *,
     total_time: float,
+    jets: bool = False,
     qr_every: int = 1,
     frame: Tensor | None = None,
     seed: int = 0,
@@ -151,25 +150,10 @@ def long_time_exponents(
 
     λ_i = (1 / total time) Σ log |R_ii|, tangents orthonormalised as a whole: renormalising a part of the state measures
     something else. Each map takes and returns a batch of states and must treat its samples independently.
+    jets: the maps push their own tangents: (1 + k, b, …) -> (1 + k, b, …), the state first.
     frame: initial tangents (k, …) or (k, b, …); by default random, the same for every sample, so that the result does
         not depend on how samples are batched. Exponents over a short time depend on it, over a long time they do not.
     """
-    maps = (partial(push, step) for step in step_maps)
-    return long_time_jet_exponents(maps, x0, k, total_time=total_time, qr_every=qr_every, frame=frame, seed=seed)
-
-
-@torch.no_grad()
-def long_time_jet_exponents(
-    maps: Iterable[JetMap],
-    x0: Tensor,
-    k: int = 1,
-    *,
-    total_time: float,
-    qr_every: int = 1,
-    frame: Tensor | None = None,
-    seed: int = 0,
-) -> Tensor:
-    """`long_time_exponents` for maps that push their own tangents: (1 + k, b, …) -> (1 + k, b, …), the state first."""
     size = math.prod(x0.shape[1:])
     if not 1 <= k <= size:
         raise ValueError(f"k must be between 1 and the number of state variables {size}, got {k}")
@@ -184,8 +168,8 @@ def long_time_jet_exponents(
     jet = torch.cat([x0.unsqueeze(0), tangents])  # (1 + k, b, …)
     growth = x0.new_zeros(k, len(x0), dtype=torch.float64)
     step = 0
-    for step, advance in enumerate(maps, start=1):
-        jet = advance(jet)
+    for step, advance in enumerate(step_maps, start=1):
+        jet = advance(jet) if jets else push(advance, jet)
         if step % qr_every == 0:
             jet, growth = _renormalise(jet, growth)
     if step % qr_every:

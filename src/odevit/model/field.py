@@ -1,7 +1,7 @@
 """The vector field dX/dt = s · (F(X) + G(X)): one shared attention + MLP block as the right-hand side of an ODE."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -79,17 +79,24 @@ class VectorField(nn.Module):
         return self.attention.map(self.norm_g(x))
 
 
+def _sizes(config: "OdeViTConfig") -> dict[str, Any]:
+    """What every field is told."""
+    return {
+        "width": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "hidden": config.mlp_hidden,
+        "scale": config.depth / config.horizon,
+        "mixing": config.mixing,
+        "registers": config.num_registers,
+    }
+
+
 def _softmax(config: "OdeViTConfig") -> nn.Module:
     return VectorField(
-        config.hidden_size,
-        config.num_attention_heads,
-        hidden=config.mlp_hidden,
-        scale=config.depth / config.horizon,
+        **_sizes(config),
         norm=config.norm,
         norm_eps=config.layer_norm_eps,
         attention=config.attention,
-        mixing=config.mixing,
-        registers=config.num_registers,
         bias=config.bias,
         dropout=config.dropout,
         drop_path=config.drop_path,
@@ -97,14 +104,7 @@ def _softmax(config: "OdeViTConfig") -> nn.Module:
 
 
 def _contractive(config: "OdeViTConfig") -> nn.Module:
-    return ContractiveField(
-        config.hidden_size,
-        config.num_attention_heads,
-        hidden=config.mlp_hidden,
-        scale=config.depth / config.horizon,
-        mixing=config.mixing,
-        registers=config.num_registers,
-    )
+    return ContractiveField(**_sizes(config))
 
 
 FIELDS: dict[str, Callable[["OdeViTConfig"], nn.Module]] = {"softmax": _softmax, "contractive": _contractive}

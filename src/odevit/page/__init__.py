@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from odevit.analysis.report.self_contained import Opening, content_security_policy
+from odevit.analysis.report.self_contained import Opening, document
 from odevit.analysis.trajectory import principal_axes
 from odevit.atomic import write_file
 from odevit.data import prepare
@@ -241,15 +241,12 @@ def write_page(payload: dict[str, Any], path: str | Path) -> Path:
     if not path.parent.is_dir():
         raise ValueError(f"the page's folder must exist, {path.parent} does not")
     parameters = payload["parameters"]
-    text = Template(_template("page.html")).substitute(
-        policy=content_security_policy([parts.script]),
+    body = Template(_template("page.html")).substitute(
         title=escape(payload["title"]),
         parameters=f"{parameters:,}" if parameters < 1e5 else f"{parameters / 1e6:.2g} million",
-        css=parts.css,
         live=parts.html,
-        script=parts.script,
     )
-    write_file(path, text)
+    write_file(path, document("page", title=payload["title"], css=parts.css, body=body, scripts=[parts.script]))
     return path
 
 

@@ -19,7 +19,7 @@ import torch
 
 from odevit.analysis import ANALYSES, Finding, HtmlFigure
 from odevit.analysis.report.html_figures import svg
-from odevit.analysis.report.self_contained import Opening, content_security_policy
+from odevit.analysis.report.self_contained import Opening, document
 from odevit.atomic import write_file
 from odevit.words import readable
 
@@ -51,12 +51,9 @@ def write_report(
     meta = {**plain(meta), **_versions()}
     content = {"title": title, "headline": headline, "command": command, "meta": meta, "values": values}
     scripts = [_template("paths3d.js"), *([opening.script] if opening else [])]
-    page = Template(_template("report.html")).substitute(
-        policy=content_security_policy(scripts),
+    body = Template(_template("report.html")).substitute(
         title=escape(title),
-        css=_template("report.css") + (opening.css if opening else ""),
         opening=opening.html if opening else "",
-        scripts="".join(f"<script>{script}</script>\n" for script in scripts),
         headline=_headline(headline),
         key_numbers=_definitions(numbers, "numbers"),
         contents=_contents(findings),
@@ -64,10 +61,11 @@ def write_report(
         command=_code(command),
         meta=_definitions(meta, "meta"),
     )
+    css = _template("report.css") + (opening.css if opening else "")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "report.json", json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    write_file(folder / "report.html", page)
+    write_file(folder / "report.html", document("report", title=title, css=css, body=body, scripts=scripts))
     return folder / "report.html"
 
 

@@ -1,9 +1,14 @@
-"""Files that open from disk and ask nothing of the network: their policy."""
+"""Files that open from disk and ask nothing of the network: their frame and their policy."""
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+
+DOCUMENT = Path(__file__).parent / "templates/document.html"
 
 
 @dataclass(frozen=True)
@@ -13,6 +18,18 @@ class Opening:
     html: str
     css: str
     script: str
+
+
+def document(kind: str, *, title: str, css: str, body: str, scripts: Sequence[str]) -> str:
+    """A whole HTML file. kind: class of its body; title: text; css, body, scripts: trusted, as they stand."""
+    return Template(DOCUMENT.read_text(encoding="utf-8")).substitute(
+        kind=kind,
+        policy=content_security_policy(scripts),
+        title=escape(title),
+        css=css,
+        body=body,
+        scripts="".join(f"<script>{script}</script>\n" for script in scripts),
+    )
 
 
 def content_security_policy(scripts: Iterable[str]) -> str:
