@@ -96,7 +96,7 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("abs(field.scale) * (bound_F + bound_G)", "abs(field.scale) * torch.maximum(bound_F, bound_G)"),
         ("norm_bound(field.norm_f, x) * mlp_bound", "mlp_bound"),
     ],
-    ("model/spectral.py", "dynamics/test_bounds.py -k init or gram or cap"): [
+    ("model/spectral.py", "model/test_spectral.py"): [
         ("(log_scale + last) / 2**iterations", "(log_scale + last) / 2 ** (iterations + 1)"),
         ("log_scale = 2 * (log_scale + size.log())", "log_scale = log_scale + size.log()"),
         ("(gram_norm(weight) / self.cap).clamp_min(1)", "(gram_norm(weight) / self.cap)"),

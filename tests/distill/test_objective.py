@@ -1,14 +1,12 @@
-"""Distillation: what is measured on the teacher, in closed form; then recipes and whole runs on digits."""
+"""Distillation: what is measured on the teacher, in closed form; then a recipe, its student and its objective."""
 
 import dataclasses
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny_runs import tiny_recipe
+from tiny_distillations import PHASES, recipe_of
 
 from odevit import OdeViTForImageClassification
-from odevit.data import DataConfig, load_data
 from odevit.distill.meeting import meeting_times
 from odevit.distill.objective import (
     Distillation,
@@ -20,13 +18,9 @@ from odevit.distill.objective import (
 )
 from odevit.recipe import Recipe
 from odevit.teachers.teacher import TeacherTrace, load_teacher, tiny_teacher
-from odevit.training import loop as train
-from odevit.training.claim import claim_run
 from odevit.training.evaluation import model_input
 from odevit.training.integration import Integration
-from odevit.training.loop import fit
 from odevit.training.objectives import LossModule
-from odevit.training.runlog import read_metrics
 
 # --- what is measured on the teacher ----------------------------------------------------------------------------------
 
@@ -76,35 +70,6 @@ def test_phases_and_the_schedule_of_forcing():
 
 
 # --- a recipe, its student and its objective --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory):
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("teacher")
-    teacher = tiny_teacher("vit", image_size=8, patch_size=4, num_channels=1)
-    with torch.no_grad():
-        for parameter in teacher.parameters():  # away from a path that hardly moves
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    teacher.module.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def data():
-    return load_data(DataConfig(name="digits", limit=320))
-
-
-def recipe_of(folder, teacher_folder, model=None, optim=None, augment=None, log_every=1, **distill):
-    base = tiny_recipe(
-        folder,
-        data={"limit": 320},
-        optim={"steps": 10, "batch_size": 32, "lr": 1e-3, **(optim or {})},
-        loop={"eval_every": 5, "checkpoint_every": 4, "log_every": log_every},
-        augment=augment or {},
-    )
-    config = DistillConfig(**{"teacher": str(teacher_folder), "cache_folder": str(folder / "cache"), **distill})
-    return dataclasses.replace(base, task="distill", model={"mlp_ratio": 1, **(model or {})}, distill=config)
 
 
 @pytest.mark.slow
@@ -200,121 +165,6 @@ def test_the_monitor_is_told_how_near_the_teacher_is(teacher_folder, data, tmp_p
     assert objective.watch(student, images)["distance_over_radius"]["largest"] < 1e-5
     student.config.pool = "mean"
     assert objective.watch(student, images) == {}  # the teacher's head reads CLS
-
-
-def distil(recipe, data, *, resume=False):
-    """Only the training of `commands.distill.distill_recipe`."""
-    with claim_run(recipe, resume=resume) as claim:
-        student, objective = build(recipe, data)
-        return fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=False)
-
-
-# --- whole runs -------------------------------------------------------------------------------------------------------
-
-PHASES = {"collocation": 0.3, "forcing": 0.4, "losses": {"cls_path": 1.0, "patch_path": 0.5, "kl": 1.0, "jasmin": 0.01}}
-
-
-def sabotage(monkeypatch, step):
-    original = train.Run.train_step
-
-    def train_step(run, batch, progress):
-        if run.step == step:
-            raise ZeroDivisionError("pulled the plug")
-        return original(run, batch, progress)
-
-    monkeypatch.setattr(train.Run, "train_step", train_step)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["none", "all"])
-def test_a_run_names_its_phases_spares_its_teacher_and_resumes_bit_for_bit(
-    cache, teacher_folder, data, tmp_path, monkeypatch
-):
-    checksum = load_teacher(str(teacher_folder)).checksum()
-    options = {"cache": cache, **PHASES, "optim": {"ema": 0.9}, "augment": {"crop": 1}, "model": {"dropout": 0.1}}
-    options |= {"cache_views": 2} if cache == "all" else {}
-    whole = distil(recipe_of(tmp_path / "whole", teacher_folder, **options), data)
-    records = [record for record in read_metrics(whole.folder) if record["kind"] == "train"]
-    assert [r["stage"] for r in records] == ["collocation"] * 3 + ["teacher forcing"] * 4 + ["unrolled"] * 3
-    assert [r["evaluations"] for r in records] == [1] * 3 + [3] * 7
-    assert set(records[0]["losses"]) == {"collocation"}
-    assert set(records[-1]["losses"]) == {"cls_path", "patch_path", "kl", "jasmin"}
-    assert load_teacher(str(teacher_folder)).checksum() == checksum
-    assert len(whole.model.config.meeting_times) == 3
-
-    broken = recipe_of(tmp_path / "broken", teacher_folder, **options)
-    with monkeypatch.context() as patch:
-        sabotage(patch, step=6)
-        with pytest.raises(ZeroDivisionError):
-            distil(broken, data)
-    resumed = distil(broken, data, resume=True)
-    assert (resumed.folder / "metrics.jsonl").read_bytes() == (whole.folder / "metrics.jsonl").read_bytes()
-    ours, theirs = (load_file(run.folder / "model" / "model.safetensors") for run in (resumed, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    frozen = load_teacher(str(teacher_folder)).parts()
-    assert torch.equal(whole.model.classifier.weight.cpu(), frozen.head_weight)
-    assert torch.equal(whole.model.norm.bias.cpu(), frozen.norm_bias)
-    assert not torch.equal(whole.model.odevit.positions.cpu(), frozen.positions)
-
-
-@pytest.mark.slow
-def test_a_line_of_the_log_across_two_phases_divides_each_loss_by_the_steps_that_had_it(teacher_folder, data, tmp_path):
-    single, five = (distil(recipe_of(tmp_path / str(n), teacher_folder, log_every=n, **PHASES), data) for n in (1, 5))
-    steps = [record for record in read_metrics(single.folder) if record["kind"] == "train"][:5]
-    line = next(record for record in read_metrics(five.folder) if record["kind"] == "train")
-    assert [set(step["losses"]) == {"collocation"} for step in steps] == [True] * 3 + [False] * 2
-    for name, value in line["losses"].items():
-        had = [step["losses"][name] for step in steps if name in step["losses"]]
-        assert value == pytest.approx(sum(had) / len(had), rel=1e-5), name
-    assert line["loss"] == pytest.approx(sum(step["loss"] for step in steps) / 5, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_monitored_run_writes_and_draws_the_distance(teacher_folder, data, tmp_path):
-    recipe = recipe_of(tmp_path, teacher_folder, optim={"steps": 3}, cache="cls")
-    recipe.loop.monitor_every = 1
-    distil(recipe, data)
-    looks = [r for r in read_metrics(tmp_path) if r["kind"] == "monitor"]
-    assert [r["step"] for r in looks] == [1, 2, 3]
-    assert all(0 < r["distance_over_radius"]["median"] <= r["distance_over_radius"]["largest"] for r in looks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["cls", "all"])
-def test_cached_and_online_teachers_give_the_same_losses(cache, teacher_folder, data, tmp_path):
-    options = {"losses": {"cls_path": 1.0, "kl": 1.0}} if cache == "cls" else PHASES
-    losses = []
-    for kind in ("none", cache):
-        recipe = recipe_of(tmp_path / kind, teacher_folder, cache=kind, **options)
-        folder = distil(recipe, data).folder
-        losses.append([r["losses"] for r in read_metrics(folder) if r["kind"] == "train"])
-    assert len(losses[0]) == 10
-    for online, cached in zip(*losses, strict=True):
-        assert cached == pytest.approx(online, rel=1e-2)
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-3)  # half precision
-    assert losses[0] != losses[1]
-
-
-def test_with_a_cache_the_teacher_never_runs_again_and_nothing_is_augmented_twice(
-    teacher_folder, data, tmp_path, monkeypatch
-):
-    options = {"cache": "cls", "cache_views": 2, "augment": {"crop": 2}, "optim": {"steps": 3}}
-    recipe = recipe_of(tmp_path, teacher_folder, **options)
-    student, objective = build(recipe, data)
-    assert len(objective.training_data(data).train) == 640
-    assert len(objective.training_data(data).val) == len(data.val)
-    seen = []
-    monkeypatch.setattr(
-        Distillation,
-        "observe",
-        lambda self, model, images, rows, attention: seen.append((images, rows)) or self.cache.trace(rows),
-    )
-    monkeypatch.setattr(objective.teacher, "trace", lambda *_: pytest.fail("the teacher ran"))
-    with claim_run(recipe) as claim:
-        fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=False)
-    assert len(seen) == 3
-    for images, rows in seen:
-        assert torch.equal(images, model_input(student, objective.cache.split.images[rows]))
 
 
 def test_a_rebuilt_student_starts_from_the_same_weights(teacher_folder, data, tmp_path):
