@@ -7,16 +7,34 @@ import torch
 
 torch.set_num_threads(1)
 
+TESTS = Path(__file__).parent
 # Whole commands, browsers, scripts and killed runs, more than a second each: marked here, the others one by one.
 SLOW = (
     "analysis/test_report_browser.py", "analysis/test_robustness.py", "analysis/test_stability.py", "commands", "page",
     "reliability/test_kill.py", "test_benchmarks.py", "test_compatibility.py", "test_experiments.py", "test_readme.py",
     "training/test_loop_distributed.py", "training/test_resume.py", "with_timm",
 )  # fmt: skip
+FIRST = "test_readme.py"  # the longest: the other worker takes what follows it
+
+
+def is_slow(path: Path) -> bool:
+    return any(path.is_relative_to(TESTS / name) for name in SLOW)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make fast` does not even import files without a fast test."""
+    return True if config.option.markexpr == "not slow" and is_slow(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = [Path(__file__).parent / name for name in SLOW]
+    slow = {path for path in {item.path for item in items} if is_slow(path)}
     for item in items:
-        if any(item.path.is_relative_to(place) for place in places):
+        if item.path in slow:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.name != FIRST)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports with empty frames, for tests that read the numbers: drawing takes most of a small report's time."""
+    monkeypatch.setattr("odevit.analysis.report.svg", lambda figure, label, prefix: "<svg></svg>")

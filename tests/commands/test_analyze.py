@@ -32,13 +32,14 @@ def test_eval_prints_exact_counts_as_json(digits_model):
     assert result["top1"] <= result["top3"] <= result["top5"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_analyze_runs_every_analysis_and_tells_the_sampling(digits_model, tmp_path):
     folder = tmp_path / "report"
-    assert invoke("analyze", digits_model, "--data", "digits", "--max-images", 12, "-o", folder).exit_code == 0
+    options = ["--data", "digits", "--max-images", 6, "--quick", "-o", folder]
+    assert invoke("analyze", digits_model, *options).exit_code == 0
     report = json.loads((folder / "report.json").read_text())
     assert {name.split("/")[0] for name in report["values"]} == set(load_analyses())
-    assert "12 of 359 test images" in report["meta"]["images"]
+    assert "6 of 359 test images" in report["meta"]["images"]
     assert "no teacher was given" in (folder / "report.html").read_text()
 
 

@@ -73,13 +73,14 @@ def test_both_verbs_prove_the_teacher_and_write_the_comparison(verb, recipe_file
         invoke(*words, "--overwrite")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_report_at_the_end_is_that_of_analyze(recipe_file, teacher_folder, tmp_path):
-    invoke("distill", "--recipe", recipe_file, "--max-images", 12)
+    invoke("distill", "--recipe", recipe_file, "--max-images", 6)
     report = json.loads((tmp_path / "run/report.json").read_text())
     assert {name.split("/")[0] for name in report["values"]} == set(load_analyses())
     assert report["headline"][0].startswith("The student answers")
     assert "of 128 images right" in report["headline"][0]  # the whole test split, not the sample of the analyses
-    analyze = f"odevit analyze {tmp_path}/run/model --data digits --teacher {teacher_folder} --max-images 12 --quick"
+    analyze = f"odevit analyze {tmp_path}/run/model --data digits --teacher {teacher_folder} --max-images 6 --quick"
     assert report["command"] == analyze
     again = tmp_path / "again"
     invoke(*analyze.split()[1:], "--only", "comparison,contraction", "-o", again)
