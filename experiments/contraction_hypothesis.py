@@ -59,8 +59,8 @@ class Images:
     test_labels: Tensor
 
 
-def load_images() -> Images:
-    data = load_data(DataConfig(name="digits"))
+def load_images(limit: int | None = None) -> Images:
+    data = load_data(DataConfig(name="digits", limit=limit))
     assert data.test is not None
     tensors = []
     for split in (data.train, data.test):
@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     started = time.perf_counter()
     teacher_steps, student_steps = (20, 16) if options.quick else (600, 400)
     gains = GAINS[::3] if options.quick else GAINS
-    results = run(load_images(), teacher_steps, student_steps, gains, options.seed)
+    results = run(load_images(200 if options.quick else None), teacher_steps, student_steps, gains, options.seed)
     rows, conclusion = [row for row, _ in results], conclude(results)
     print_rows(rows, conclusion)
     options.output.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,22 @@
 """Small tests on few cores: one thread per process is fastest, and the same everywhere."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from browsers import running_browser
+from undrawn import leave_undrawn
 
 torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
 # Whole commands, browsers, scripts and killed runs, more than a second each: marked here, the others one by one.
 SLOW = (
-    "analysis/test_report_browser.py", "analysis/test_robustness.py", "analysis/test_stability.py", "commands", "page",
-    "reliability/test_kill.py", "test_benchmarks.py", "test_compatibility.py", "test_experiments.py", "test_readme.py",
+    "analysis/test_report_browser.py", "analysis/test_robustness.py", "analysis/test_stability.py", "commands", "export",
+    "page", "reliability/test_kill.py", "test_benchmarks.py", "test_compatibility.py", "test_experiments.py",
+    "test_readme.py",
     "training/test_loop_distributed.py", "training/test_resume.py", "with_timm",
 )  # fmt: skip
 FIRST = "test_readme.py"  # the longest: the other worker takes what follows it
@@ -34,7 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != FIRST)
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with running_browser() as browser:
+        yield browser
+
+
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports with empty frames, for tests that read the numbers: drawing takes most of a small report's time."""
-    monkeypatch.setattr("odevit.analysis.report.svg", lambda figure, label, prefix: "<svg></svg>")
+    leave_undrawn(monkeypatch)

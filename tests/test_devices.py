@@ -12,6 +12,7 @@ from child_processes import start_child, wait_for_child
 from distill_contract import OPTIONS, random_data, recipe_for
 from fake_device import fake_device
 from problems import perturbed_model
+from undrawn import leave_undrawn
 
 import odevit.training.claim
 import odevit.training.loop
@@ -83,7 +84,7 @@ def report(device, folder):
     chosen = {**OPTIONS, "stability": {"path_images": 1, "radius_images": 1}, "error_bound": {"images": 1}}
     wanted = Report(folder, max_images=6, options=chosen, live=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("odevit.analysis.report.svg", lambda *_: "<svg></svg>")
+        leave_undrawn(patch)
         findings = write_study(student, random_data(), teacher, wanted, names={"model": "m", "data": "d"})[1]
     assert not [finding for finding in findings if finding.name.endswith(("not_computed", "skipped"))]
 
@@ -178,6 +179,7 @@ def distillation(device, folder, **changes):
 
     with pytest.MonkeyPatch.context() as patch:
         claim_on_device(patch, device)
+        leave_undrawn(patch)
         for steps in (1, 2):
             recipe["optim"]["steps"] = steps
             made = Recipe.from_dict(recipe)

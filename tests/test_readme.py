@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from browsers import ARGUMENTS, BROWSER
+from browsers import opened
 from typer.testing import CliRunner
 
 import odevit_cli
@@ -108,32 +108,14 @@ def test_quickstart_keeps_its_promises(quickstart, home):
     assert (folder / "quickstart.png").stat().st_size > 10_000
 
 
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if BROWSER is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome on this machine")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS.split(), timeout=120_000)
-        yield browser
-        browser.close()
-
-
 @pytest.mark.parametrize("size", [(1200, 800), (375, 812)], ids=["desktop", "phone"])
 def test_the_quickstarts_report_in_a_real_browser(quickstart, home, browser, size):
-    troubles: list[str] = []
-    page = browser.new_page(viewport={"width": size[0], "height": size[1]})
-    page.on("console", lambda message: message.type == "error" and troubles.append(message.text))
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("request", lambda r: r.url.startswith(("file:", "data:", "blob:")) or troubles.append(r.url))
-    page.goto((home / "runs/quickstart/report.html").as_uri())
-    page.locator(".live .status", has_text="Answer: ").wait_for(timeout=60_000)  # the model runs in the report
-    assert page.locator(".live .picture").bounding_box()["y"] < size[1] / 3  # a picture on the first screen
-    figures = page.locator(".frame > svg, .frame img, .frame canvas").all()
-    boxes = [(figure.scroll_into_view_if_needed(), figure.bounding_box())[1] for figure in figures]
-    width = page.evaluate("document.documentElement.scrollWidth")
-    page.close()
-    assert troubles == []
+    with opened(browser, (home / "runs/quickstart/report.html").as_uri(), size) as page:
+        page.locator(".live .status", has_text="Answer: ").wait_for()  # the model runs in the report
+        assert page.locator(".live .picture").bounding_box()["y"] < size[1] / 3  # a picture on the first screen
+        figures = page.locator(".frame > svg, .frame img, .frame canvas").all()
+        boxes = [(figure.scroll_into_view_if_needed(), figure.bounding_box())[1] for figure in figures]
+        width = page.evaluate("document.documentElement.scrollWidth")
     assert len(boxes) >= 12
     assert all(box is not None and box["width"] > 40 and box["height"] > 40 for box in boxes)
     assert width == size[0]

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from odevit.commands.quickstart import quickstart
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_quickstart_runs_the_verbs_and_says_what_it_wrote(tmp_path, capsys, monkeypatch):
     few = ["comparison", "contraction", "robustness"]  # test_readme.py runs it whole
     monkeypatch.setattr("odevit.commands.analyze.load_analyses", lambda: few)

@@ -53,10 +53,10 @@ def test_a_wheel_brings_its_recipes_into_an_empty_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     words = ["train", "digits", "--set", "optim.steps=2", "--set", "data.limit=64", "--set", "optim.batch_size=16"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    subprocess.run(
-        [sys.executable, "-m", "odevit", *words], cwd=tmp_path / "empty", env=environment, check=True, timeout=200
+    script = "import odevit, runpy; print(odevit.__file__); runpy.run_module('odevit', run_name='__main__')"
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(
+        command, cwd=tmp_path / "empty", env=environment, check=True, timeout=200, stdout=subprocess.PIPE, text=True
     )
+    assert done.stdout.startswith(str(tmp_path / "site"))
     assert len(list((tmp_path / "empty").glob("runs/*/result.json"))) == 1
-    where = [sys.executable, "-c", "import odevit; print(odevit.__file__)"]
-    found = subprocess.run(where, cwd=tmp_path / "empty", env=environment, check=True, capture_output=True, text=True)
-    assert found.stdout.startswith(str(tmp_path / "site"))

@@ -1,22 +1,17 @@
-"""Opening pages in a real browser; skips where there is none."""
+"""Opening pages in a real browser."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from browsers import ARGUMENTS, BROWSER
+from browsers import opened
 from torch import Tensor
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.page import half_precision
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason="no chromium, chromium-browser or google-chrome on this machine"
-)
 DESKTOP, PHONE = (1280, 800), (375, 812)
 
 RUN = """([images, options, maps]) =>
@@ -48,27 +43,11 @@ def small_model(seed: int = 0, **changes: Any) -> OdeViTForImageClassification:
 
 
 @contextmanager
-def running_browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=ARGUMENTS.split(), timeout=120_000)
-        yield browser
-        browser.close()
-
-
-@contextmanager
 def visited(browser: Any, path: Path, *, size: tuple[int, int] = DESKTOP, **options: Any) -> Iterator[Any]:
-    """The page once its first answer is there. An error on its console or a request that leaves the disk fails."""
-    troubles: list[str] = []
-    page = browser.new_page(viewport={"width": size[0], "height": size[1]}, **options)
-    page.on("console", lambda message: message.type == "error" and troubles.append(message.text))
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("request", lambda r: r.url.startswith(("file:", "data:", "blob:")) or troubles.append(f"request: {r.url}"))
-    page.set_default_timeout(60_000)  # a busy machine is slow, not wrong
-    page.goto(path.as_uri())
-    page.locator(".live .status:not(:empty)").wait_for(state="attached")
-    yield page
-    page.close()
-    assert troubles == []
+    """The page once its first answer is there."""
+    with opened(browser, path.as_uri(), size, **options) as page:
+        page.locator(".live .status:not(:empty)").wait_for(state="attached")
+        yield page
 
 
 def run_in_page(

@@ -3,21 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from page.browsing import needs_browser, run_in_page, run_in_torch, running_browser, small_model, visited
+from page.browsing import run_in_page, run_in_torch, small_model, visited
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.data import DataConfig, load_data
 from odevit.model.solvers import SOLVERS
 from odevit.page import SCORES, check_size, check_supported, half_precision, make_payload, write_page
 from odevit.training.evaluation import model_input
-
-pytestmark = needs_browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with running_browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

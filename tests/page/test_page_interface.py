@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from page.browsing import DESKTOP, PHONE, needs_browser, run_in_torch, running_browser, small_model, visited
+from page.browsing import DESKTOP, PHONE, run_in_torch, small_model, visited
 from PIL import Image
 
 from odevit.analysis import Finding
@@ -17,15 +17,8 @@ from odevit.data import DataConfig, load_data
 from odevit.page import half_precision, live, make_payload, write_page
 from odevit.teachers.teacher import tiny_teacher
 
-pytestmark = needs_browser
 EVIL = "</script><img src=x onerror=alert(1)>&\"'`$title${1}\u2028"
 PIXELS = 'document.querySelector(".live").image.pixels'
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with running_browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ DEFAULT: dict[str, Any] = {
 
 SMOKE: dict[str, Any] = {
     "output": "runs/smoke",
-    "data": {"name": "digits", "image_size": 32, "limit": 128},
+    "data": {"name": "digits", "image_size": 32, "limit": 64},
     "augment": {},
 }
 SMOKE_OVERRIDES = [
