@@ -33,3 +33,21 @@ def test_every_tool_of_the_developers_is_pinned():
     for line in [*project["dependencies"], *extras["dev"], *extras["train"], *extras["tensorboard"], *extras["timm"]]:
         name = re.match(r"[\w-]+", line)[0].lower()
         assert name in pinned | {"odevit"}, f"{name} has no exact version in constraints.txt"
+
+
+def test_the_examples_of_contributing_stand_in_the_code():
+    """Line by line, up to where an example says `…`."""
+    examples = re.findall(
+        r"^\*\*an? .*?`(src/.*?)`.*?```python\n(.*?)```",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+    assert [place for place, _ in examples] == [
+        "src/odevit/model/solvers.py", "src/odevit/distill/losses.py", "src/odevit/teachers/families.py",
+        "src/odevit/analysis/",
+    ]  # fmt: skip
+    for place, code in examples:
+        files = [ROOT / place] if place.endswith(".py") else sorted((ROOT / place).glob("*.py"))
+        source = "\n".join(file.read_text() for file in files)
+        for line in code.splitlines():
+            assert re.split(r"…|\.\.\.", line)[0].rstrip() in source, f"{place} has no line {line}"

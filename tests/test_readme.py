@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 import odevit_cli
 
+pytestmark = pytest.mark.timeout(1800)  # a busy machine is slow, not wrong
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -40,10 +42,10 @@ def home(tmp_path_factory):
     return folder
 
 
-def run(command: list[str], home: Path, seconds: int = 280) -> str:
+def run(command: list[str], home: Path) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        command, cwd=home, capture_output=True, text=True, timeout=seconds, env={**os.environ, "PATH": path}
+        command, cwd=home, capture_output=True, text=True, timeout=1700, env={**os.environ, "PATH": path}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -52,7 +54,7 @@ def run(command: list[str], home: Path, seconds: int = 280) -> str:
 @pytest.fixture(scope="module")
 def quickstart(home):
     """What `odevit quickstart` printed; its files are in `home`."""
-    return run(["odevit", "quickstart"], home, seconds=800)
+    return run(["odevit", "quickstart"], home)
 
 
 def test_there_is_something_to_test():
@@ -85,8 +87,6 @@ def test_make_targets_exist(target, home):
     assert {"quickstart": "odevit quickstart", "test": "pytest"}[target] in run(["make", "-n", target], home)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_quickstart_keeps_its_promises(quickstart, home):
     folder = home / "runs/quickstart"
     assert f"Report: {folder.relative_to(home)}/report.html" in quickstart
@@ -121,8 +121,6 @@ def test_the_quickstarts_report_in_a_real_browser(quickstart, home, browser, siz
     assert width == size[0]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", COMMANDS[2:], ids=lambda command: command.split()[1])
 def test_commands_run(command, quickstart, home, monkeypatch):
     monkeypatch.chdir(home)
