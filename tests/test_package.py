@@ -37,11 +37,8 @@ def test_every_tool_of_the_developers_is_pinned():
 
 def test_the_examples_of_contributing_stand_in_the_code():
     """Line by line, up to where an example says `…`."""
-    examples = re.findall(
-        r"^\*\*an? .*?`(src/.*?)`.*?```python\n(.*?)```",
-        (ROOT / "CONTRIBUTING.md").read_text(),
-        re.DOTALL | re.MULTILINE,
-    )
+    pattern = re.compile(r"^\*\*an? .*?`(src/.*?)`.*?```python\n(.*?)```", re.DOTALL | re.MULTILINE)
+    examples = pattern.findall((ROOT / "CONTRIBUTING.md").read_text())
     assert [place for place, _ in examples] == [
         "src/odevit/model/solvers.py", "src/odevit/distill/losses.py", "src/odevit/teachers/families.py",
         "src/odevit/analysis/",
