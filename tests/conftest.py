@@ -14,8 +14,8 @@ torch.set_num_threads(1)
 TESTS = Path(__file__).parent
 # Whole commands, browsers, scripts and killed runs, more than a second each: marked here, the others one by one.
 SLOW = (
-    "analysis/test_report_browser.py", "analysis/test_robustness.py", "analysis/test_stability.py", "commands", "export",
-    "page", "reliability/test_kill.py", "test_benchmarks.py", "test_compatibility.py", "test_experiments.py",
+    "analysis/test_report_browser.py", "analysis/test_robustness.py", "analysis/test_stability.py", "commands",
+    "export", "page", "reliability/test_kill.py", "test_benchmarks.py", "test_compatibility.py", "test_experiments.py",
     "test_readme.py",
     "training/test_loop_distributed.py", "training/test_resume.py", "with_timm",
 )  # fmt: skip
