@@ -64,6 +64,8 @@ def arms(data: str) -> dict[str, dict[str, Arm]]:
             "Muon, decay 0": Arm(softmax, (*same_muon, "optim.muon_weight_decay=0")),
             "Muon, decay 2": Arm(softmax, (*same_muon, "optim.muon_weight_decay=2")),
             "L2 attention": Arm(softmax, ("model.attention=l2",)),
+            "damping 0.5": Arm(softmax, ("model.damping=0.5",)),
+            "damping 2": Arm(softmax, ("model.damping=2",)),
             "JaSMin 0.1": Arm(softmax, ("penalties.jasmin=0.1",)),
         },
     }

@@ -52,6 +52,14 @@ def test_forcing_draws_per_sample():
     assert 0.62 < float(unforced.float().mean()) < 0.78  # 3.5 standard deviations around 0.7
 
 
+@pytest.mark.parametrize("forced", [0.0, 0.5])
+def test_too_few_steps_of_a_contractive_student_are_refused(forced):
+    model = tiny_student(field="contractive", depth=6, num_steps=6)
+    images, states = torch.randn(2, 1, 8, 8), [torch.randn(2, 5, 16) for _ in range(4)]
+    with pytest.raises(ValueError, match="steps"):
+        unroll(model, images, states, 2, [], forced=forced)
+
+
 def test_teacher_tokens_line_up():
     x, state = torch.zeros(1, 7, 2), torch.arange(1.0, 15).view(1, 7, 2)
     assert torch.equal(with_teacher_tokens(x, state, num_patches=4), state)  # 2 extras, 2 registers

@@ -1,10 +1,11 @@
-"""Options of the one model: depthwise mixing, pooling tokenizer, read-outs, stopping before the end."""
+"""Options of the one model: depthwise mixing, pooling tokenizer, read-outs, damping, stopping before the end."""
 
 import pytest
 import torch
 import torch.nn.functional as nnf
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit.dynamics.arrival import lipschitz_on_ball
 from odevit.dynamics.bounds import field_bound, mixing_bound
 from odevit.dynamics.certificate import certify, tokenizer_bound
 from odevit.dynamics.tangents import JetField, push
@@ -178,3 +179,40 @@ def test_every_new_parameter_learns_and_comes_back_from_disk(option, tmp_path):
 def test_unknown_options_list_the_valid_ones(field):
     with pytest.raises(ValueError, match=f"unknown {field} 'magic'; choose one of"):
         OdeViTConfig(**{field: "magic"})
+
+
+def test_damping_lowers_the_log_norm_by_itself_per_unit_of_depth():
+    torch.manual_seed(0)
+    field, damped = (VectorField(6, 2, hidden=9, scale=2.0, damping=rho).double() for rho in (0.0, 0.7))
+    damped.load_state_dict(field.state_dict())
+    x = torch.randn(1, 4, 6, dtype=torch.float64)
+    tops: list[float] = []
+    for one in (field, damped):
+        jacobian = torch.func.jacrev(lambda x, one=one: one.F(x) + one.attend(x)[0])(x).reshape(24, 24)
+        tops.append(torch.linalg.eigvalsh((jacobian + jacobian.T) / 2)[-1].item())
+        assert torch.linalg.matrix_norm(jacobian, ord=2) <= field_bound(one, x)[0]
+    assert tops[0] - tops[1] == pytest.approx(2.0 * 0.7, abs=1e-9)
+
+
+def test_a_damped_field_has_its_tangents_and_a_tight_bound():
+    torch.manual_seed(0)
+    field = VectorField(6, 2, hidden=9, scale=2.0, damping=0.7).double()
+    jet = torch.randn(3, 2, 5, 6, dtype=torch.float64)
+    assert torch.allclose(JetField(field)(jet), push(lambda x: field.F(x) + field.attend(x)[0], jet), atol=1e-10)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    for layer in (field.mlp.w2, field.attention.out):
+        torch.nn.init.zeros_(layer.weight)
+    expected = torch.full((2,), 1.4, dtype=torch.float64)  # −ρ X alone
+    assert torch.allclose(field_bound(field, x), expected)
+    assert torch.allclose(lipschitz_on_ball(field, x)(torch.ones(2, dtype=torch.float64)), expected)
+
+
+@pytest.mark.parametrize("rho", [-0.1, float("inf"), float("nan")])
+def test_damping_is_no_growth(rho):
+    with pytest.raises(ValueError, match="damping must be 0 or more"):
+        tiny(damping=rho)
+
+
+def test_a_contractive_field_needs_no_damping():
+    with pytest.raises(ValueError, match="has no damping"):
+        tiny(field="contractive", damping=0.1)

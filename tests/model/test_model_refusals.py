@@ -43,7 +43,7 @@ def test_interpolation_still_needs_whole_patches(size):
         ({"attention": "linear"}, f"unknown attention 'linear'.*{', '.join(ATTENTIONS)}"),
         ({"tokenizer": "words"}, f"unknown tokenizer 'words'.*{', '.join(TOKENIZERS)}"),
         ({"num_attention_heads": 5}, "5 heads do not divide width 32"),
-        ({"num_attention_heads": 0}, "num_attention_heads must be positive, got 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be positive and finite, got 0"),
         ({"patch_size": 0}, "patch_size must be positive"),
         ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
         ({"num_fields": 5}, "5 fields need at least one step each, got num_steps=4"),

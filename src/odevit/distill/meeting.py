@@ -128,7 +128,9 @@ def unroll(
     if not forced:
         solution = model.odevit.evolve(x, num_steps, solver, save_at="steps")
         return list(solution.xs.unbind(0)), max(solution.evaluations)
-    scheme, grid = SOLVERS[solver or model.config.solver], grid_of(model, num_steps)
+    solver = solver or model.config.solver
+    model.odevit.check_setting(solver, num_steps)
+    scheme, grid = SOLVERS[solver], grid_of(model, num_steps)
     layer_at, path = {step: layer for layer, step in pairs}, [x]
     with parametrize.cached():  # capped matrices are computed once, not at every step
         for step, (phase, h) in enumerate(grid.steps(), start=1):

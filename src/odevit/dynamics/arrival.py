@@ -54,7 +54,7 @@ def lipschitz_on_ball(field: VectorField, x: Tensor) -> Callable[[Tensor], Tenso
 
     def bound(r: Tensor) -> Tensor:
         slope = before_g(r)[0]
-        return abs(field.scale) * (before_f(r)[0] * mlp + slope * attend(slope * r))
+        return abs(field.scale) * (before_f(r)[0] * mlp + field.damping + slope * attend(slope * r))
 
     return bound
 

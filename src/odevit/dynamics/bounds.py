@@ -179,6 +179,6 @@ def field_bound(field: VectorField | ContractiveField, x: Tensor) -> Tensor:
     """
     if isinstance(field, ContractiveField):
         return x.new_full((x.shape[0],), sum(stiffness(field, x.shape[-2])))
-    bound_F = norm_bound(field.norm_f, x) * mlp_bound(field.mlp, x.shape[-2])
+    bound_F = norm_bound(field.norm_f, x) * mlp_bound(field.mlp, x.shape[-2]) + field.damping
     bound_G = norm_bound(field.norm_g, x) * attention_bound(field.attention, field.norm_g(x))
     return abs(field.scale) * (bound_F + bound_G)

@@ -85,7 +85,8 @@ class JetField:
         hidden = _linear(mlp.w1, _normalise(self.field.norm_f, jet))
         if not isinstance(mlp.mixing, nn.Identity):  # linear: state and tangents alike
             hidden = mlp.mixing(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-        return _linear(mlp.w2, _gelu(hidden)).mul_(self.field.scale)
+        out = _linear(mlp.w2, _gelu(hidden))
+        return out.sub_(jet, alpha=self.field.damping).mul_(self.field.scale)
 
     def G(self, jet: Tensor) -> Tensor:
         if isinstance(self.field, ContractiveField):

@@ -2,6 +2,7 @@
 
 import math
 from functools import wraps
+import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -55,6 +56,7 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
         of at least `depth`, or of half of it with solver "lie_trotter").
     norm: "center" (Lipschitz) or "layer"; attention: "softmax", "l2" (Lipschitz, tied) or "sinkhorn".
     mixing: "none" or "depthwise" (a 3×3 depthwise convolution on the patch grid inside F, the identity at the start).
+    damping: ρ ≥ 0 of a term −ρX in the field, which lowers its log-norm by ρ per unit of depth; 0 is the paper.
     layer_norm_eps: of every LayerNorm, where there is one.
     bias: biases in the attention and MLP matrices (the paper has none; a ViT's blocks have).
     final_norm: norm before the classifier: "none" (the paper from scratch), "layer" (as behind a teacher) or "center".
@@ -91,6 +93,7 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     norm: str = "center"
     attention: str = "softmax"
     mixing: str = "none"
+    damping: float | int = 0.0
     layer_norm_eps: float = 1e-6
     bias: bool = False
     final_norm: str = "layer"
@@ -172,8 +175,9 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
                 f"{self.num_patches} patches of width {self.hidden_size} are more than {LARGEST_STATE} numbers; use a "
                 "smaller image_size or a larger patch_size"
             )
-        if self.num_registers < 0:
-            raise ValueError(f"num_registers must be 0 or more, got {self.num_registers}")
+        for name in ("num_registers", "damping"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.projection_size is not None and self.projection_size <= 0:
             raise ValueError(f"projection_size must be positive or None, got {self.projection_size}")
         if self.spectral_cap is not None and self.spectral_cap <= 0:
@@ -192,7 +196,14 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     def _check_contractive(self) -> None:
         check_steps(self.solver, self.num_steps, self.depth, self.num_fields)
-        without = {"attention": "softmax", "bias": False, "dropout": 0, "drop_path": 0, "spectral_cap": None}
+        without = {
+            "attention": "softmax",
+            "damping": 0,
+            "bias": False,
+            "dropout": 0,
+            "drop_path": 0,
+            "spectral_cap": None,
+        }
         for name, value in without.items():
             if getattr(self, name) != value:
                 raise ValueError(

@@ -28,8 +28,9 @@ class DropPath(nn.Module):
 
 
 class VectorField(nn.Module):
-    """F(X) = s · MLP(norm_f(X)), G(X) = s · attention(norm_g(X)); the drift is F + G. X: (b, n, d).
+    """F(X) = s · (MLP(norm_f(X)) − ρ X), G(X) = s · attention(norm_g(X)); the drift is F + G. X: (b, n, d).
 
+    `damping` is ρ, usually 0: it lowers the log-norm of the drift by s ρ everywhere.
     `mixing` lets neighbouring patches meet inside F; `registers` says how many tokens at the end are no patches.
     Autonomous: no time enters. `scale` is s = D / T, so that the total depth s·T = D never depends on T.
     The field knows nothing of solvers; solvers call F, G, or the field itself for the drift.
@@ -47,12 +48,14 @@ class VectorField(nn.Module):
         attention: str = "softmax",
         mixing: str = "none",
         registers: int = 0,
+        damping: float = 0.0,
         bias: bool = False,
         dropout: float = 0.0,
         drop_path: float = 0.0,
     ):
         super().__init__()
         self.scale = scale
+        self.damping = damping
         self.norm_f = NORMS[norm](width, norm_eps)
         self.norm_g = NORMS[norm](width, norm_eps)
         self.mlp = Mlp(width, hidden, bias=bias, dropout=dropout, mixing=MIXINGS[mixing](hidden, registers))
@@ -60,7 +63,8 @@ class VectorField(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def F(self, x: Tensor) -> Tensor:
-        return self.scale * self.drop_path(self.mlp(self.norm_f(x)))
+        y = self.drop_path(self.mlp(self.norm_f(x)))
+        return self.scale * (y - self.damping * x if self.damping else y)
 
     def G(self, x: Tensor) -> Tensor:
         return self.scale * self.drop_path(self.attention(self.norm_g(x)))
@@ -97,6 +101,7 @@ def _softmax(config: "OdeViTConfig") -> nn.Module:
         norm=config.norm,
         norm_eps=config.layer_norm_eps,
         attention=config.attention,
+        damping=float(config.damping),
         bias=config.bias,
         dropout=config.dropout,
         drop_path=config.drop_path,

@@ -171,11 +171,9 @@ class OdeViTModel(OdeViTPreTrainedModel):
         """Integrate the tokens over [0, T]. `num_steps` and `solver` default to the config's, `until` as in `solve`."""
         num_steps = num_steps if num_steps is not None else self.config.num_steps
         solver = solver or self.config.solver
-        contractive = self.config.field == "contractive"
-        if contractive:
-            check_steps(solver, num_steps, self.config.depth, self.config.num_fields)
+        self.check_setting(solver, num_steps)
         recompute = self.gradient_checkpointing and self.training
-        capped_once = (contractive or self.config.spectral_cap is not None) and not recompute
+        capped_once = (self.config.field == "contractive" or self.config.spectral_cap is not None) and not recompute
         with parametrize.cached() if capped_once else nullcontext():
             return solve(
                 list(self.fields),  # type: ignore[arg-type]
@@ -187,6 +185,11 @@ class OdeViTModel(OdeViTPreTrainedModel):
                 until=until,
                 recompute="segments" if recompute and self.recompute == "segments" else recompute,
             )
+
+    def check_setting(self, solver: str, num_steps: int) -> None:
+        """Refuse steps that a contractive field is too stiff for: nothing is proven of them."""
+        if self.config.field == "contractive":
+            check_steps(solver, num_steps, self.config.depth, self.config.num_fields)
 
     def attention_maps(self, states: Sequence[Tensor], num_steps: int | None = None) -> tuple[Tensor, ...]:
         """The map (b, h, n, n) at the start of each step, from the states of a trajectory. In the graph.

@@ -43,7 +43,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 SCORES = ("margin", "confidence", "change", "velocity")  # of stopping early
 NUMBERS = (
     *("image_size", "patch_size", "num_channels", "hidden_size", "num_attention_heads", "mlp_ratio", "num_registers"),
-    *("depth", "horizon", "num_steps", "num_fields", "layer_norm_eps", "num_labels"),
+    *("damping", "depth", "horizon", "num_steps", "num_fields", "layer_norm_eps", "num_labels"),
 )
 WITHOUT_EFFECT = (
     *("bias", "dropout", "drop_path", "spectral_cap", "meeting_times", "image_mean", "image_std"),

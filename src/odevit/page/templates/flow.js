@@ -134,16 +134,19 @@ function fieldWeights(model, prefix) {
   }
   field.mixing = get(`${prefix}mlp.mixing.weight`);
   field.patches = (config.image_size / config.patch_size) ** 2;
+  field.damping = config.damping;
   field.scale = config.depth / config.horizon;
   return field;
 }
 
-function F(field, x) { // s · W2 GELU(C W1 norm(X)), C the identity or a mixing of neighbouring patches
+function F(field, x) { // s · (W2 GELU(C W1 norm(X)) − ρ X), C the identity or a mixing of neighbouring patches
   const n = x.length / field.d;
   let hidden = linear(normed(field, "norm_f", x), n, field["mlp.w1"].weight, field["mlp.w1"].bias);
   if (field.mixing) hidden = mixNeighbours(hidden, field.mixing, field.patches);
   for (let i = 0; i < hidden.length; i++) hidden[i] = GELU(hidden[i]);
-  return scaled(linear(hidden, n, field["mlp.w2"].weight, field["mlp.w2"].bias), field.scale);
+  const y = linear(hidden, n, field["mlp.w2"].weight, field["mlp.w2"].bias);
+  for (let i = 0; field.damping && i < y.length; i++) y[i] -= field.damping * x[i];
+  return scaled(y, field.scale);
 }
 
 function mixNeighbours(x, kernel, patches) { // 3×3, each channel by itself, on the patches alone; zero outside the grid
