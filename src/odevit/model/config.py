@@ -2,7 +2,6 @@
 
 import math
 from functools import wraps
-import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
