@@ -22,6 +22,7 @@ from odevit.dynamics.cost import count_macs
 from odevit.parse import plain
 from odevit.recipe import Recipe
 from odevit.shipped import FOLDER, checksum
+from odevit.training.checkpoint import recover_folders, write_folder
 from odevit.training.classifiers import load_odevit
 from odevit.training.evaluation import evaluate, model_input
 
@@ -58,10 +59,17 @@ def ship(
     run: Path, name: str, *, data: str, command: str, data_name: str = "", about: str = "", folder: Path = FOLDER
 ) -> dict[str, Any]:
     """Write folder/name from run/model and return its card."""
-    target = folder / name
-    (target / "card.json").unlink(missing_ok=True)  # without a card it is not in the zoo: it comes last
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(run / "model", target, ignore=shutil.ignore_patterns("selected.json", "README.md"))
+    entry: dict[str, Any] = {}
+    recover_folders(folder)
+    write_folder(folder / name, lambda target: entry.update(_fill(target, run, name, data, command, data_name, about)))
+    return entry
+
+
+def _fill(target: Path, run: Path, name: str, data: str, command: str, data_name: str, about: str) -> dict[str, Any]:
+    """The model's files and its card, measured with the weights as they are written."""
+    shutil.copytree(
+        run / "model", target, ignore=shutil.ignore_patterns("selected.json", "README.md"), dirs_exist_ok=True
+    )
     weights = load_file(target / "model.safetensors")
     halved = {key: value.half() if value.is_floating_point() else value for key, value in weights.items()}
     save_file(halved, target / "model.safetensors", metadata={"format": "pt"})

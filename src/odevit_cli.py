@@ -4,6 +4,7 @@ It stands beside the package, not in it: importing `odevit` brings torch and tra
 transformers), which takes seconds, while `--help` must answer at once.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -263,6 +264,21 @@ def zoo(as_json: AsJson = False) -> None:
     call("zoo", locals())
 
 
+DISK: dict[int | None, str] = {
+    errno.ENOSPC: "free some space there, then try again",
+    errno.EDQUOT: "free some space of your share of that disk, then try again",
+    errno.EIO: "the disk fails: look after it, then try again",
+    errno.EACCES: "mend its rights or choose another place, then try again",
+    errno.EROFS: "it cannot be written to: choose another place",
+}
+
+
+def sentence(error: Exception) -> str:
+    """What a person reads; what to do about a disk is added where only the system spoke."""
+    hint = DISK.get(error.errno) if isinstance(error, OSError) else None
+    return f"{error}: {hint}" if hint else str(error)
+
+
 def main() -> None:
     """Entry point: a wrong input ends with one sentence, a fault of ours with a traceback."""
     try:
@@ -270,7 +286,7 @@ def main() -> None:
     except (ValueError, OSError, ArithmeticError) as error:
         if os.environ.get("ODEVIT_DEBUG"):
             raise
-        said = Text.assemble(("error: ", "bold red"), str(error))  # what is in brackets is no markup
+        said = Text.assemble(("error: ", "bold red"), sentence(error))  # what is in brackets is no markup
         Console(stderr=True).print(said, highlight=False, soft_wrap=True)
         sys.exit(1)
 

@@ -37,14 +37,23 @@ def _on_one_thread(target: Callable[..., None], *arguments: Any) -> None:
 
 def start_pair(arguments: Sequence[str]) -> list[Any]:
     """`odevit …` in two processes with the environment that torchrun gives them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [start_child(_ranked, rank, port, ["odevit", *arguments]) for rank in range(2)]
 
 
-def _ranked(rank: int, port: int, arguments: list[str]) -> None:
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def join_group(rank: int, port: int) -> None:
+    """The environment of one of two processes."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
+
+
+def _ranked(rank: int, port: int, arguments: list[str]) -> None:
+    join_group(rank, port)
     sys.argv = arguments
     runpy.run_module("odevit", run_name="__main__")

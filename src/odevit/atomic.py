@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 TEMPORARY = ".tmp-"  # how the names of unfinished files and folders begin
 
 
@@ -49,7 +51,10 @@ def filled_folder(target: Path, last: str) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        yield temporary
+        try:
+            yield temporary
+        except SafetensorError as error:  # how it reports a full disk
+            raise OSError(f"could not write {target}: {error}. Free some space there, then try again") from error
         target.mkdir(exist_ok=True)
         (target / last).unlink(missing_ok=True)
         for file in sorted(temporary.iterdir(), key=lambda file: file.name == last):

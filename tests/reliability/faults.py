@@ -1,200 +1,228 @@
-"""Faults on purpose: tasks that write, run in a child that is killed, or whose disk fails, at one chosen event.
+"""Faults on purpose: commands that write, run in a child that is killed, or whose disk fails.
 
 An event is a file of the task's folder opened for writing, made, renamed, cut or removed (Python's audit events), or a
-training step. `run_task(task, folder, fault)` with fault = ("kill" | errno's name, number of the event).
+training step. `run_task(task, folder, fault)` with fault = (kind, number):
+
+kill                    SIGKILL at event `number`
+cut                     from event `number` on no file may grow beyond some bytes; the signal of that limit ends the
+                        process, so that half a file is left (also of libraries that write without Python)
+moment                  SIGKILL after `number` milliseconds
+ENOSPC, EIO, EACCES     what the operation of event `number` answers
 """
 
 import errno
 import hashlib
 import json
 import os
+import random
+import re
+import resource
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import tasks
 from child_processes import start_child, wait_for_child
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 ERRORS = ("ENOSPC", "EIO", "EACCES")
+KILLS = ("kill", "cut", "moment")
+TEMPORARY = (".tmp-", ".previous-")
+
+Fault = tuple[str, int]
 
 
-def train(folder: Path) -> None:
-    from tiny_runs import stateful_recipe
-
-    from odevit.commands.train import train_recipe
-    from odevit.training import loop
-
-    step = loop.Run.train_step
-
-    def counted(run: Any, batch: Any, progress: float) -> Any:
-        sys.audit("odevit.step", str(folder))
-        return step(run, batch, progress)
-
-    loop.Run.train_step = counted  # type: ignore[method-assign]
-    train_recipe(stateful_recipe(folder / "run"), resume=True, progress_bar=False)
+# --- one run in a child -----------------------------------------------------------------------------------------------
 
 
-def cache(folder: Path) -> None:
-    import corruption
-
-    from odevit.distill import cache as caching
-
-    caching.CHUNK = 4
-    corruption._open_cache(folder / "cache")
-
-
-def distill(folder: Path) -> None:
-    from odevit.commands.distill import distill_recipe
-    from odevit.recipe import Recipe
-    from odevit.teachers.teacher import tiny_teacher
-    from odevit.training.classifiers import save_classifier
-
-    teacher = folder.parent / "teacher"
-    if not teacher.exists():
-        import torch
-
-        torch.manual_seed(0)
-        module = tiny_teacher("vit", image_size=8, patch_size=4, num_channels=1).module
-        module.config.image_mean, module.config.image_std = [0.5], [0.5]
-        save_classifier(module, teacher)
-    values = {
-        "output": str(folder / "run"),
-        "task": "distill",
-        "data": {"name": "digits", "limit": 128},
-        "model": {"num_steps": 2},
-        "distill": {"teacher": str(teacher), "cache": "cls", "cache_folder": str(folder / "cache")},
-        "optim": {"steps": 8, "batch_size": 32},
-        "loop": {"eval_every": 4, "checkpoint_every": 3, "log_every": 2, "keep": 2},
-    }
-    distill_recipe(Recipe.from_dict(values), resume=True, report=None, progress_bar=False)
-
-
-def _model() -> Any:
-    import torch
-
-    from odevit import OdeViTConfig, OdeViTForImageClassification
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8}
-    config = OdeViTConfig(**sizes, num_attention_heads=2, mlp_ratio=1, depth=1, num_steps=2, num_labels=3)
-    return OdeViTForImageClassification(config).eval()
-
-
-def hub(folder: Path) -> None:
-    from odevit.export.hub import write_hub_folder
-
-    write_hub_folder(_model(), folder / "hub")
-
-
-def page(folder: Path) -> None:
-    from odevit.page import make_payload, write_page
-
-    write_page(make_payload(_model(), title="page", class_names=["a", "b", "c"]), folder / "page.html")
-
-
-def calibrate(folder: Path) -> None:
-    """A model's folder written again with a rule: as `odevit calibrate` does."""
-    import torch
-
-    from odevit.dynamics.calibration import calibrate_model
-    from odevit.training.checkpoint import write_folder
-
-    model = _model()
-    model.config.halting = calibrate_model(model, torch.ones(60, 1, 8, 8), alpha=0.2, delta=0.2)
-    write_folder(folder / "model", model.save_pretrained)
-
-
-TASKS: dict[str, Callable[[Path], None]] = {
-    "train": train, "distill": distill, "cache": cache, "hub": hub, "page": page, "calibrate": calibrate,
-}  # fmt: skip
-
-# whose bytes differ from run to run, since they tell times or the folder's name
-DIFFERENT = ("timing.jsonl", "result.json", "curve.png", "meta.json", "selected.json", "lock", "comparison.json")
-DIFFERENT += ("recipe.yaml",)
-
-
-def outcome(folder: Path) -> dict[str, str]:
-    """sha256 of every file that tells neither times nor places."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in DIFFERENT)
-    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-
-
-def run_task(name: str, folder: Path, fault: tuple[str, int] | None = None) -> tuple[int, int, str]:
+def run_task(name: str, folder: Path, fault: Fault | None = None) -> tuple[int, int, str]:
     """(exit code, events seen, what was said) of one run of a task in a child."""
     folder.mkdir(parents=True, exist_ok=True)
     report = folder.parent / f"{folder.name}.json"
     report.unlink(missing_ok=True)
-    code = wait_for_child(start_child(_run_task, name, folder, fault, report))
+    child = start_child(_run_task, name, folder, fault, report)
+    if fault is not None and fault[0] == "moment":
+        child.join(fault[1] / 1000)
+        child.kill()
+    code = wait_for_child(child)
     seen, said = json.loads(report.read_text()) if report.exists() else (0, "")
     return code, seen, said
 
 
-def _run_task(name: str, folder: Path, fault: tuple[str, int] | None, report: Path) -> None:
+def _run_task(name: str, folder: Path, fault: Fault | None, report: Path) -> None:
     seen, inside = 0, str(folder)
 
     def hook(event: str, arguments: tuple) -> None:
         nonlocal seen
         writes = event == "open" and bool((arguments[2] or 0) & WRITING)
-        if not (writes or event in CHANGES or event == "odevit.step"):
-            return
-        if not str(arguments[0]).startswith(inside):
+        if not (writes or event in CHANGES or event == "odevit.step") or not str(arguments[0]).startswith(inside):
             return
         seen += 1
-        if fault is not None and seen == fault[1]:
-            if fault[0] == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif event != "odevit.step":
-                number = getattr(errno, fault[0])
-                raise OSError(number, os.strerror(number), str(arguments[0]))
+        if fault is None or seen != fault[1] or fault[0] == "moment":
+            return
+        if fault[0] == "cut":
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (7 * seen % 300, resource.RLIM_INFINITY))
+        elif fault[0] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif event != "odevit.step":
+            number = getattr(errno, fault[0])
+            raise OSError(number, os.strerror(number), str(arguments[0]))
 
+    random.seed(0)  # checkpoints hold the state of every generator, also of those that nobody draws from
+    np.random.seed(0)  # noqa: NPY002
     sys.addaudithook(hook)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     said = ""
     try:
-        TASKS[name](folder)
+        tasks.TASKS[name](folder)
     except (ValueError, OSError, ArithmeticError) as error:
-        said = f"{type(error).__name__}: {error}"
-    finally:
-        total = seen
-        report.write_text(json.dumps([total, said]))
+        said = tasks.printed(error)
+    total = seen
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    report.write_text(json.dumps([total, said]))
+
+
+# --- what it left -----------------------------------------------------------------------------------------------------
+
+TIMES = {"seconds", "elapsed", "meta_sha256", "milliseconds", "images_per_second", "ms_per_image", "speedup"}
+DIFFERENT = ("timing.jsonl", "curve.png", "lock")  # tell times
+
+
+def outcome(folder: Path) -> dict[str, str]:
+    """sha256 of every file that the task is there to write; times and the folder's name are left out."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in DIFFERENT)
+    return {str(f.relative_to(folder)): _hash(f, folder) for f in files}
+
+
+def _hash(file: Path, folder: Path) -> str:
+    content = file.read_bytes()
+    if file.suffix in (".json", ".yaml", ".html", ".md"):
+        content = content.replace(str(folder).encode(), b"FOLDER")
+    if file.suffix == ".json":
+        content = json.dumps(_timeless(json.loads(content))).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _timeless(item) for key, item in value.items() if key not in TIMES}
+    return [_timeless(item) for item in value] if isinstance(value, list) else value
 
 
 def leftovers(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for pattern in (".tmp-*", ".previous-*") for path in folder.rglob(pattern)]
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.name.startswith(TEMPORARY)]
 
 
-def try_fault(name: str, kind: str, number: int, reference: dict[str, str], folder: Path) -> str:
-    """A run with one fault, and one more without: "survived", or what is wrong."""
-    shutil.rmtree(folder, ignore_errors=True)
-    code, _, said = run_task(name, folder, (kind, number))
-    if kind == "kill" and code != -signal.SIGKILL:
-        return "not reached" if code == 0 else f"exit code {code}"
-    if kind != "kill" and code != 0:
-        return f"raw exception, exit code {code}"
-    good = kept_checkpoints(folder)
-    code, _, said = run_task(name, folder)
-    if code != 0 or said:
-        return f"the second run failed: {said or code}"
-    if leftovers(folder):
-        return f"left behind: {leftovers(folder)}"
-    found = outcome(folder)
-    if found != reference:
-        return f"other results: {[name for name in reference if found.get(name) != reference[name]] or [*found]}"
-    return "survived" if good else "a checkpoint was damaged"
+def half_written(folder: Path, reference: dict[str, str]) -> list[str]:
+    """Things with their final name that are not whole. Logs and a cache's columns grow; their readers know how far."""
+    bad = []
+    for path in folder.rglob("*"):
+        inside = path.relative_to(folder)
+        if any(part.startswith(TEMPORARY) for part in inside.parts) or not _whole(path):
+            bad += [] if any(part.startswith(TEMPORARY) for part in inside.parts) else [str(inside)]
+        if path.name == "config.json":  # where it is, the model is read
+            beside = {name for name in reference if Path(name).parent == inside.parent}
+            bad += sorted(name for name in beside if not (folder / name).exists())
+    return bad
 
 
-def kept_checkpoints(folder: Path) -> bool:
-    """Whether every checkpoint that has its final name is whole."""
-    from odevit.training.checkpoint import CheckpointError, read_checkpoint
+def _whole(path: Path) -> bool:
+    from PIL import Image
+    from safetensors import safe_open
+
+    from odevit.training.checkpoint import read_checkpoint
 
     try:
-        for step in folder.rglob("step-*"):
-            if not step.name.startswith(".") and step.is_dir() and not step.parent.name.startswith("."):
-                read_checkpoint(step)
-    except CheckpointError:
+        if path.is_dir():
+            if re.fullmatch(r"step-\d+", path.name):
+                read_checkpoint(path)
+        elif path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as stored:
+                stored.keys()
+        elif path.suffix == ".html":
+            assert path.read_text().rstrip().endswith("</html>")
+        elif path.suffix == ".pt2":
+            assert zipfile.ZipFile(path).testzip() is None
+        elif path.suffix == ".png":
+            Image.open(path).load()
+    except Exception:  # of whatever library
         return False
     return True
+
+
+# --- a fault, and a run after it --------------------------------------------------------------------------------------
+
+WHAT_TO_DO = re.compile(r"[Ff]ree some space|rights|disk|choose another")
+
+
+class Survey:
+    """Runs of one task: the one that nothing happens to, and those with faults, which must end like it."""
+
+    def __init__(self, name: str, parent: Path):
+        self.name, self.parent = name, parent / name
+        tasks.prepare(name, self.parent / "reference")
+        began = time.monotonic()
+        code, self.events, said = run_task(name, self.parent / "reference")
+        self.milliseconds = int(1000 * (time.monotonic() - began))
+        assert (code, said) == (0, ""), f"{name}: {said or code}"
+        assert not leftovers(self.parent / "reference")
+        self.reference = outcome(self.parent / "reference")
+        assert self.reference
+
+    def try_fault(self, kind: str, number: int) -> str:
+        """A run with one fault, and one more without: "survived", "not reached", or what is wrong."""
+        folder = self.parent / "x"
+        shutil.rmtree(folder, ignore_errors=True)
+        tasks.prepare(self.name, folder)
+        code, _, said = run_task(self.name, folder, (kind, number))
+        if kind in KILLS and code not in (-signal.SIGKILL, -signal.SIGXFSZ):
+            return "not reached" if (code, said) == (0, "") else f"exit code {code}: {said}"
+        if kind in ERRORS and code != 0:
+            return f"raw exception, exit code {code}"
+        if kind in ERRORS and said and not WHAT_TO_DO.search(said):
+            return f"does not say what to do: {said}"
+        if half := half_written(folder, self.reference):
+            return f"half written: {half}"
+        code, _, said = run_task(self.name, folder)
+        if code != 0 or said:
+            return f"the second run failed: {said or code}"
+        if leftovers(folder):
+            return f"left behind: {leftovers(folder)}"
+        found = outcome(folder)
+        if found != self.reference:
+            names = sorted(found.keys() | self.reference.keys())
+            return f"other results: {[name for name in names if found.get(name) != self.reference.get(name)]}"
+        return "survived"
+
+
+def try_full_disk(survey: Survey, kilobytes: int, place: Path) -> str:
+    """The task in a file system of this size, and once more when it is large: as `Survey.try_fault`. As root only."""
+    place.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", place], check=True)
+    try:
+        tasks.prepare(survey.name, place)
+        code, _, said = run_task(survey.name, place)
+        if (code, said) == (0, ""):
+            return "not reached"
+        if code != 0 or "No space left" not in said or not WHAT_TO_DO.search(said):
+            return f"exit code {code}: {said}"
+        if half := half_written(place, survey.reference):
+            return f"half written: {half}"
+        subprocess.run(["mount", "-o", "remount,size=16m", place], check=True)
+        code, _, said = run_task(survey.name, place)
+        if code != 0 or said:
+            return f"the second run failed: {said or code}"
+        found = outcome(place)
+        return "survived" if found == survey.reference and not leftovers(place) else "other results"
+    finally:
+        subprocess.run(["umount", place], check=True)

@@ -77,6 +77,16 @@ def bad_json(good: bytes, draw: random.Random) -> bytes:
     return bad_bytes(good, draw)
 
 
+def bad_lines(good: bytes, draw: random.Random) -> bytes:
+    """One line of JSON changed, or any bytes."""
+    lines = good.splitlines()
+    if draw.random() < 0.3:
+        return bad_bytes(good, draw)
+    chosen = draw.randrange(len(lines))
+    lines[chosen] = bad_json(lines[chosen], draw)
+    return b"\n".join(lines) + b"\n"
+
+
 def bad_yaml(good: bytes, draw: random.Random) -> bytes:
     import yaml
 

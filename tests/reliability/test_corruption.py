@@ -7,6 +7,7 @@ import pickle
 import shutil
 
 import corruption
+import handed
 import numpy as np
 import pytest
 import torch
@@ -52,7 +53,7 @@ class Bomb:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
-    corruption.prepare(folder)
+    handed.prepare(folder)
     return folder
 
 
@@ -95,7 +96,7 @@ def test_a_pickle_in_a_cache_is_never_loaded(good, tmp_path):
     shutil.copytree(good / "cache states", tmp_path / "cache")
     states = next((tmp_path / "cache").glob("*/states.npy"))
     np.save(states, np.array([Bomb(tmp_path / "ran")], dtype=object), allow_pickle=True)
-    corruption._read_cache(tmp_path / "cache")  # written anew
+    handed._read_cache(tmp_path / "cache")  # written anew
     assert not (tmp_path / "ran").exists()
 
 

@@ -1,20 +1,22 @@
-"""Faults and hostile input, counted: prints a table and writes docs/reliability.json, from which RELIABILITY.md quotes.
+"""Faults and hostile input, counted: prints tables, writes docs/reliability.json and the tables of docs/RELIABILITY.md.
 
-make torture                                                    everything but the long run, about an hour
+make torture                                                    everything but the long run
 python tests/reliability/torture.py corruption --cases 10000
-python tests/reliability/torture.py kill --faults 100
-python tests/reliability/torture.py disk --faults 60
+python tests/reliability/torture.py kill --faults 110
+python tests/reliability/torture.py disk full                   ENOSPC, EIO and EACCES at every write; a full tmpfs
+python tests/reliability/torture.py ranks                       one of two processes killed, one frozen
 python tests/reliability/torture.py long --minutes 120          memory, file handles and disk of one run
 """
 
 import argparse
-import collections
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import corruption  # noqa: E402
 import faults  # noqa: E402
+import ranks  # noqa: E402
+import reliability_tables  # noqa: E402
 
 FIGURES = Path(__file__).parent.parent.parent / "docs" / "reliability.json"
-SHARE = {"train": 6, "distill": 3, "cache": 3, "hub": 2, "page": 1, "calibrate": 2}  # of the faults
+SHARE = {  # of the faults
+    "train": 30, "distill": 12, "cache": 20, "calibrate": 10, "hub": 12, "pt2": 5, "onnx": 2, "page": 8, "zoo": 9,
+}  # fmt: skip
 
 
 def try_corruption(folder: Path, options: Any) -> dict[str, Any]:
@@ -35,44 +41,90 @@ def try_corruption(folder: Path, options: Any) -> dict[str, Any]:
     for name, _, outcome, _ in results:
         row = table.setdefault(name, dict.fromkeys(corruption.OUTCOMES, 0))
         row[outcome] += 1
-    print(f"{'file':30}" + "".join(f"{name:>9}" for name in corruption.OUTCOMES))
-    for name, row in table.items():
-        print(f"{name:30}" + "".join(f"{row[outcome]:9}" for outcome in corruption.OUTCOMES))
     total = {outcome: sum(row[outcome] for row in table.values()) for outcome in corruption.OUTCOMES}
-    print(f"{'all':30}" + "".join(f"{total[outcome]:9}" for outcome in corruption.OUTCOMES))
     bad = [case for case in results if case[2] not in corruption.GOOD]
-    for case in bad[:20]:
+    for case in bad[:50]:
         print("BAD", *case)
     unnoticed = sum(case[2] == "other" and corruption.TARGETS[case[0]].verified for case in results)
     return {"cases": len(results), "outcomes": total, "by_file": table, "bad": len(bad), "unnoticed": unnoticed}
 
 
-def try_faults(folder: Path, count: int, kinds: tuple[str, ...], seed: int) -> dict[str, Any]:
-    """So many faults over the tasks, each at a random event, and a run after each."""
-    table: dict[str, dict[str, int]] = {}
-    draw, failed = random.Random(seed), []
+def try_kills(folder: Path, options: Any) -> dict[str, Any]:
+    """So many kills over the tasks: at a random event, in the middle of a file, and at a random moment, by turns."""
+    draw = random.Random(options.start)
+    table, failed = {}, []
     for name, share in SHARE.items():
-        code, events, said = faults.run_task(name, folder / name / "reference")
-        assert (code, said) == (0, ""), f"{name}: {said or code}"
-        reference, row = faults.outcome(folder / name / "reference"), collections.Counter[str]()
-        for _ in range(-(-count * share // sum(SHARE.values()))):
-            kind, number = draw.choice(kinds), draw.randrange(1, events + 1)
-            outcome = faults.try_fault(name, kind, number, reference, folder / name / "x")
-            row["survived" if outcome == "survived" else "lost"] += 1
+        survey, count = faults.Survey(name, folder), -(-options.faults * share // sum(SHARE.values()))
+        row = dict.fromkeys(("events", *faults.KILLS, "survived"), 0) | {"events": survey.events}
+        while sum(row[kind] for kind in faults.KILLS) < count:
+            kind = faults.KILLS[draw.randrange(3)]
+            number = draw.randrange(1, 1 + (survey.milliseconds if kind == "moment" else survey.events))
+            outcome = survey.try_fault(kind, number)
+            if outcome == "not reached":
+                continue
+            row[kind] += 1
+            row["survived"] += outcome == "survived"
             if outcome != "survived":
-                failed.append(f"{name} {kind} at event {number} of {events}: {outcome}")
-        table[name] = {"events": events, "survived": row["survived"], "lost": row["lost"]}
-        print(f"{name:12} {events:5} events  {row['survived']:4} survived  {row['lost']:3} not", flush=True)
-    for line in failed:
-        print("BAD", line)
-    tried = sum(row["survived"] + row["lost"] for row in table.values())
-    return {"faults": tried, "survived": tried - len(failed), "by_task": table, "failed": failed}
+                failed.append(f"{name} {kind} at {number} of {survey.events}: {outcome}")
+                print("BAD", failed[-1], flush=True)
+        table[name] = row
+        print(name, row, flush=True)
+    tried = sum(row[kind] for row in table.values() for kind in faults.KILLS)
+    return {"faults": tried, "survived": tried - len(failed), "by_task": table, "bad": len(failed), "failed": failed}
 
 
-def long_run(folder: Path, minutes: float) -> dict[str, Any]:
+def try_disk(folder: Path, options: Any) -> dict[str, Any]:
+    """Each error at every write of a training run, of a cache, of a hub folder and of a model that is calibrated."""
+    table, failed = {}, []
+    for name in options.tasks.split(","):
+        survey = faults.Survey(name, folder)
+        row = dict.fromkeys(("writes", *faults.ERRORS, "survived"), 0) | {"writes": survey.events}
+        for number, kind in [(n, k) for n in range(1, survey.events + 1) for k in faults.ERRORS]:
+            outcome = survey.try_fault(kind, number)
+            row[kind] += 1
+            row["survived"] += outcome == "survived"
+            if outcome != "survived":
+                failed.append(f"{name} {kind} at {number} of {survey.events}: {outcome}")
+                print("BAD", failed[-1], flush=True)
+        table[name] = row
+        print(name, row, flush=True)
+    tried = sum(row[kind] for row in table.values() for kind in faults.ERRORS)
+    return {"faults": tried, "survived": tried - len(failed), "by_task": table, "bad": len(failed), "failed": failed}
+
+
+def try_full_disk(folder: Path, options: Any) -> dict[str, Any]:
+    """A file system of 20, 60, … kB under a training run: it ends with a sentence, and goes on when there is room."""
+    survey, failed, sizes = faults.Survey("train", folder), [], range(20, 500, 40)
+    for size in sizes:
+        outcome = faults.try_full_disk(survey, size, folder / "small")
+        if outcome not in ("survived", "not reached"):
+            failed.append(f"{size} kB: {outcome}")
+            print("BAD", failed[-1], flush=True)
+    return {"faults": len(sizes), "survived": len(sizes) - len(failed), "bad": len(failed), "failed": failed}
+
+
+def try_ranks(folder: Path, options: Any) -> dict[str, Any]:
+    """Each of two processes killed and frozen; resumed by one process and by two. Both must end within 60 s."""
+    failed, table = [], {}
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        for victim, world in ((0, 1), (1, 1), (0, 2), (1, 2)):
+            place = folder / f"{number}-{victim}-{world}"
+            place.mkdir()
+            outcome, seconds = ranks.lose_one(place, number, victim)
+            outcome = ranks.resume(place, world) if outcome == "survived" else outcome
+            name = f"{signal.Signals(number).name} to process {victim} of 2, resumed by {world}"
+            table[name] = {"seconds until both ended": round(seconds), "survived": int(outcome == "survived")}
+            if outcome != "survived" or seconds > 60:
+                failed.append(f"{name}: {outcome} after {seconds:.0f} s")
+                print("BAD", failed[-1], flush=True)
+    return {"faults": 8, "survived": 8 - len(failed), "by_task": table, "bad": len(failed), "failed": failed}
+
+
+def long_run(folder: Path, options: Any) -> dict[str, Any]:
     """One training with monitors, validation and checkpoints; memory, handles and disk once a minute."""
     from child_processes import start_child
 
+    minutes = options.minutes
     child = start_child(_train_for, folder / "run", minutes)
     samples = []
     while child.is_alive():
@@ -91,7 +143,8 @@ def long_run(folder: Path, minutes: float) -> dict[str, Any]:
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     settled = samples[len(samples) // 4 :]  # the first quarter fills caches
     names = ("memory_mb", "handles", "disk_mb")
-    result: dict[str, Any] = {"minutes": minutes, "samples": len(samples), "exit_code": child.exitcode}
+    spent = round(60 * (samples[-1][0] - samples[0][0]), 1)
+    result: dict[str, Any] = {"minutes": spent, "exit_code": child.exitcode, "bad": int(child.exitcode not in (0, 143))}
     result["steps"] = records[-1]["step"]
     result |= {kind: sum(record["kind"] == kind for record in records) for kind in ("val", "monitor")}
     for column, name in enumerate(names, start=1):
@@ -118,34 +171,33 @@ def _train_for(folder: Path, minutes: float) -> None:
     train_recipe(tiny_recipe(folder, model=model, optim=optim, augment=augment, loop=loop), progress_bar=False)
 
 
+PARTS: dict[str, Callable[[Path, Any], dict[str, Any]]] = {
+    "corruption": try_corruption, "kill": try_kills, "disk": try_disk, "full": try_full_disk, "ranks": try_ranks,
+    "long": long_run,
+}  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["corruption", "kill", "disk"])
+    parser.add_argument("parts", nargs="*", default=[name for name in PARTS if name != "long"], choices=[*PARTS, []])
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--start", type=int, default=0, help="number of the first case: others than the last time")
-    parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=120)
+    parser.add_argument("--faults", type=int, default=110, help="kills")
+    parser.add_argument("--tasks", default="train,cache,hub,calibrate", help="whose every write fails once")
+    parser.add_argument("--minutes", type=float, default=120, help="of the long run")
     options = parser.parse_args()
-    figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     bad = 0
     for part in options.parts:
         print(f"== {part}", flush=True)
         with tempfile.TemporaryDirectory() as name:
-            folder, began = Path(name).resolve(), time.monotonic()
-            if part == "corruption":
-                found = try_corruption(folder, options)
-                bad += found["bad"] + found["unnoticed"]
-            elif part in ("kill", "disk"):
-                kinds = ("kill",) if part == "kill" else faults.ERRORS
-                found = try_faults(folder, options.faults, kinds, options.start)
-                bad += len(found["failed"])
-            elif part == "long":
-                found = long_run(folder, options.minutes)
-            else:
-                raise ValueError(f"unknown part {part!r}; choose among corruption, kill, disk, long")
-            figures[part] = {**found, "seconds": round(time.monotonic() - began)}
+            began = time.monotonic()
+            found = PARTS[part](Path(name).resolve(), options)
+        figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+        figures[part] = {**found, "seconds": round(time.monotonic() - began)}
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps({name: {k: v for k, v in f.items() if not isinstance(v, dict)} for name, f in figures.items()}))
+        print(reliability_tables.table(part, figures[part]), flush=True)
+        bad += found["bad"]
+    reliability_tables.write_page()
     return bool(bad)
 
 

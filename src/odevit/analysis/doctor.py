@@ -4,7 +4,6 @@ A rule looks at one failure: it returns a Diagnosis where the records show it, N
 reads was not written. RULES is ordered from cause to consequence: what comes first is to be changed first.
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from odevit.parse import read_json, reading
 from odevit.registry import Registry
 from odevit.training.runlog import read_metrics
 
@@ -75,7 +75,7 @@ def read_records(folder: str | Path) -> Records:
 
     def table(*names: str) -> dict[str, Any]:
         found = next((folder / name for name in names if (folder / name).is_file()), None)
-        return {} if found is None else json.loads(found.read_text())
+        return {} if found is None else read_json(found)
 
     kinds = {kind: [record for record in metrics if record["kind"] == kind] for kind in ("train", "val", "monitor")}
     audit = table("audit/report.json").get("values", {})
@@ -100,8 +100,9 @@ def register_rule(rule: Rule) -> Rule:
 
 def diagnose(folder: str | Path) -> list[Diagnosis]:
     """Every failure that a run shows, the one to mend first first; empty where nothing is wrong."""
-    records = read_records(folder)
-    return [found for rule in RULES.values() if (found := rule(records)) is not None]
+    with reading(f"the run in {folder}"):  # its records may lack what a rule looks for, or hold another kind of thing
+        records = read_records(folder)
+        return [found for rule in RULES.values() if (found := rule(records)) is not None]
 
 
 @register_rule

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from odevit.atomic import TEMPORARY
 from odevit.words import readable
 
 
@@ -18,10 +19,10 @@ def check_output(file: Path) -> Path:
         raise ValueError(f"cannot write {file}: it is a folder; give the name of a file")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        new = not file.exists()
-        file.open("ab").close()
-        if new:
-            file.unlink()
+        trial = file.with_name(f"{TEMPORARY}{file.name}")  # never taken for the file itself, should we be killed here
+        trial.unlink(missing_ok=True)
+        trial.open("xb").close()
+        trial.unlink()
     except OSError as error:
         raise ValueError(f"cannot write {file}: {error.strerror or error}; choose another place") from error
     return file

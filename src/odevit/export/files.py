@@ -1,6 +1,8 @@
 """ONNX and PT2 files: written, run, quantised and compared with the model they came from."""
 
+import io
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from odevit.atomic import write_file
+from odevit.atomic import TEMPORARY, sync, write_file
 from odevit.export.graphs import Classifier, Embed, Field, Head, chosen_flow, frozen, metadata
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import solve
@@ -62,17 +64,22 @@ def write_pt2(
         )
         for node in program.graph.nodes:
             node.meta.pop("stack_trace", None)  # paths of this machine
-        torch.export.save(program, file, extra_files=metadata(model, steps, solver))
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer, extra_files=metadata(model, steps, solver))
+    write_file(file, buffer.getvalue())
 
 
 def quantize_onnx(source: Path, target: Path) -> None:
     """Weights of matrix products in 8 bits, one scale per column; activations are quantised as they come."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    written = target.with_name(f"{TEMPORARY}{target.name}")
     with quiet():
         quantize_dynamic(
-            source, target, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul", "Gemm"]
+            source, written, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul", "Gemm"]
         )
+    sync(written)
+    os.replace(written, target)
 
 
 def onnx_session(file: Path) -> Any:

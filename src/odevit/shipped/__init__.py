@@ -15,8 +15,8 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """The models that are here."""
-    return sorted(path.parent.name for path in FOLDER.glob("*/card.json"))
+    """The models that are here; what is being written (`.tmp-…`) is not yet."""
+    return sorted(path.parent.name for path in FOLDER.glob("[!.]*/card.json"))
 
 
 def zoo(name: str) -> str:

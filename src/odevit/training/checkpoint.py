@@ -13,6 +13,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def unwritable(folder: Path, error: OSError, newest: Path | None) -> CheckpointE
 # --- atomic folders ---------------------------------------------------------------------------------------------------
 
 
-def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+def write_folder(target: Path, write: Callable[[Path], None], kept: str = "what was there before is intact") -> None:
     """`write(folder)` fills a temporary folder, which then takes the place of `target`: whole or not at all.
 
     Whatever goes wrong while writing (a full disk above all) is a CheckpointError, and what was there before stays.
@@ -66,7 +67,10 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
         sync(temporary)
     except Exception as error:  # every library reports a full disk in its own way
         shutil.rmtree(temporary, ignore_errors=True)  # gives the space back
-        raise CheckpointError(f"could not write {target}: {error}. What was there before is intact") from error
+        raise CheckpointError(
+            f"could not write {target}: {error}; {kept}. Free some space there (or mend its rights), then resume or "
+            "start again"
+        ) from error
     if target.exists():
         os.replace(target, previous)
     os.replace(temporary, target)
@@ -87,6 +91,15 @@ def recover_folders(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             os.replace(path, target)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder; killed on the way, what is left of it does not have its name."""
+    temporary = folder.with_name(TEMPORARY + folder.name)
+    shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(OSError):  # nothing depends on it: the next run tries again
+        os.replace(folder, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -116,13 +129,11 @@ class CheckpointStore:
 
         self.folder.mkdir(parents=True, exist_ok=True)
         before = self.newest()
-        try:
-            write_folder(target, write)
-        except CheckpointError as error:
-            good = f"the last good checkpoint is {before}" if before else "there is no checkpoint before it"
-            raise CheckpointError(f"{error}; {good}. Free some space, then resume.") from error
+        write_folder(
+            target, write, f"the last good checkpoint is {before}" if before else "there is no checkpoint before it"
+        )
         for path in self.paths()[: -self.keep]:
-            shutil.rmtree(path, ignore_errors=True)
+            discard(path)
         return target
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -150,7 +161,7 @@ class CheckpointStore:
         """Remove checkpoints of later steps: damaged ones, passed over by `load`."""
         for path in self.paths():
             if int(path.name.removeprefix("step-")) > step:
-                shutil.rmtree(path, ignore_errors=True)
+                discard(path)
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from odevit.atomic import write_file
 from odevit.training.checkpoint import recover_folders
 from odevit.training.config import RunConfig
+from odevit.training.heartbeat import heartbeat
 from odevit.training.runlog import METRICS, TIMING
 
 LOCK = ".lock"
@@ -43,7 +44,7 @@ def claim_run(config: RunConfig, *, resume: bool = False, overwrite: bool = Fals
     resume: continue the run in config.output (or start it, when there is none yet); overwrite: `fit` will delete it.
     """
     accelerator = _accelerator(config)
-    with _locked(Path(config.output), accelerator):
+    with heartbeat(accelerator, Path(config.output)), _locked(Path(config.output), accelerator):
         yield Claim(accelerator, _check_folder(config, resume=resume, overwrite=overwrite), resume)
 
 
@@ -81,7 +82,7 @@ def _check_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
     """The run folder; an error when it holds another run. Nothing is changed."""
     folder = Path(config.output)
     for file in folder.glob("*"):
-        if file.is_symlink() and not file.is_dir():
+        if file.is_symlink():
             raise ValueError(
                 f"{file} is a link: a run writes inside its folder only. Remove it, or choose another folder"
             )

@@ -15,6 +15,7 @@ from odevit.training.checkpoint import (
     random_state,
     set_random_state,
 )
+from odevit.training.runlog import read_metrics
 from odevit.training.sharding import gathered, load_model_state, load_optimizer_state
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def load_run(run: "Run") -> None:
     if run.accelerator.is_main_process:
         run.store.drop_after(run.step)
         run.log.truncate(state.metrics_bytes)
+        read_metrics(run.folder)  # what is drawn at the end: damage is told now
     if state.versions != library_versions():
         run.log.say(f"resumed with other library versions than before: {state.versions}")
     exactly = "" if run.total_steps else ": a run by the clock, so not bit for bit"

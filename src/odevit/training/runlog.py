@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from odevit.parse import reading
+
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 
 README = """\
@@ -116,15 +118,18 @@ def _numbers(record: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The records of a run's metrics.jsonl."""
-    path = folder / METRICS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return _lines(folder / METRICS)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """One JSON object a line; none without the file."""
+    with reading(path):
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def monitor_seconds(folder: Path) -> list[float]:
     """What each look of the monitors cost, over all sittings."""
-    path = folder / TIMING
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [record["monitor_seconds"] for record in records if "monitor_seconds" in record]
+    return [record["monitor_seconds"] for record in _lines(folder / TIMING) if "monitor_seconds" in record]
 
 
 class Window:
