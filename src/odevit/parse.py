@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 C = TypeVar("C")
+MOST_CLASSES = 1_000_000
 LONGEST = 400  # characters of a library's own words
 
 
@@ -59,6 +60,15 @@ def read_json(file: str | Path) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise ValueError(f"it must hold keys and values, got {values!s:.40}")
         return values
+
+
+def read_config(file: str | Path) -> dict[str, Any]:
+    """A model's config.json; of one with too many classes transformers would make names for minutes."""
+    values = read_json(file)
+    count = values.get("num_labels")
+    if isinstance(count, int | float) and count > MOST_CLASSES:
+        raise UnreadableError(f"num_labels in {file} must be at most {MOST_CLASSES:,}, got {count:,}")
+    return values
 
 
 def parse(cls: type[C], values: Any, where: str = "") -> C:

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from odevit.model.config import OdeViTConfig
-from odevit.parse import UnreadableError, read_json, reading
+from odevit.parse import UnreadableError, read_config, reading
 
 HUB_OPTIONS = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
 
@@ -26,7 +26,7 @@ def read_model(
         hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         wanted = kwargs.pop("image_size", config.image_size if config is not None else None)
         if (file := Path(path) / "config.json").is_file():
-            read_json(file)
+            read_config(file)
         stored = OdeViTConfig.from_pretrained(path, **hub)
         if config is not None:
             config.image_size = stored.image_size

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from odevit.parse import read_json, reading
+from odevit.parse import read_config, reading
 from odevit.teachers.adapters import is_adapter, load_adapted
 from odevit.teachers.preprocessing import Preprocessing, carried_preprocessing, saved_preprocessing
 
@@ -36,7 +36,7 @@ def _read_model(name: str, config_file: Path) -> tuple[nn.Module, Preprocessing]
     if Path(name).exists() and not config_file.is_file():
         raise ValueError(f"a teacher's folder must hold a config.json and its weights, {name} has no config.json")
     try:
-        if config_file.is_file() and "model_type" not in read_json(config_file):
+        if config_file.is_file() and "model_type" not in read_config(config_file):
             if not list(Path(name).glob("*.safetensors")):
                 raise ValueError("it holds no .safetensors, and weights in a pickle are not read")
             return read_timm(f"local-dir:{name}")

@@ -13,7 +13,7 @@ from odevit.model.config import OdeViTConfig, own_fields
 from odevit.model.image_processor import square_processor
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.saved import follow_umask
-from odevit.parse import read_json, reading
+from odevit.parse import read_config, reading
 from odevit.shipped import names, zoo
 from odevit.teachers.adapters import is_adapter, load_adapted
 from odevit.teachers.preprocessing import saved_preprocessing
@@ -63,7 +63,7 @@ def _load_classifier(source: str) -> Any:
         model, source = load_adapted(source)
     else:
         if Path(source).exists():
-            read_json(Path(source) / "config.json")
+            read_config(Path(source) / "config.json")
         model, info = AutoModelForImageClassification.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True, use_safetensors=True, trust_remote_code=False
         )
