@@ -11,10 +11,16 @@ from typing import Any
 import torch
 
 processes = multiprocessing.get_context("forkserver")
-preload = (
-    "odevit_cli odevit.training.loop odevit.model accelerate kornia.augmentation sklearn.datasets matplotlib.figure"
-)
-processes.set_forkserver_preload([*preload.split(), "torch.distributed.fsdp", "child_processes"])
+PRELOAD = [
+    "odevit_cli",
+    "odevit.training.loop",
+    "odevit.model",
+    "accelerate",
+    "kornia.augmentation",
+    "sklearn.datasets",
+]
+PRELOAD += ["matplotlib.figure", "torch.distributed.fsdp", "child_processes"]
+processes.set_forkserver_preload(PRELOAD)
 
 
 def start_child(target: Callable[..., None], *arguments: Any) -> Any:

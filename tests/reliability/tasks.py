@@ -31,7 +31,13 @@ def recipe(folder: Path) -> Any:
 
 
 def _count_steps(folder: Path) -> None:
+    """Training steps are events too; and the curve, half of such a run's time, is a blank one."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
     from odevit.training import loop
+
+    Figure.savefig = lambda figure, file, dpi: Image.new("L", (9, 9)).save(file, "PNG")  # type: ignore[method-assign]
 
     step = loop.Run.train_step
 

@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import child_processes  # noqa: E402
 import corruption  # noqa: E402
 import faults  # noqa: E402
 import ranks  # noqa: E402
@@ -122,10 +123,8 @@ def try_ranks(folder: Path, options: Any) -> dict[str, Any]:
 
 def long_run(folder: Path, options: Any) -> dict[str, Any]:
     """One training with monitors, validation and checkpoints; memory, handles and disk once a minute."""
-    from child_processes import start_child
-
     minutes = options.minutes
-    child = start_child(_train_for, folder / "run", minutes)
+    child = child_processes.start_child(_train_for, folder / "run", minutes)
     samples = []
     while child.is_alive():
         child.join(min(60.0, 6 * minutes))
@@ -186,6 +185,8 @@ def main() -> int:
     parser.add_argument("--tasks", default="train,cache,hub,calibrate", help="whose every write fails once")
     parser.add_argument("--minutes", type=float, default=120, help="of the long run")
     options = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the server from which children are forked
+    child_processes.processes.set_forkserver_preload([*child_processes.PRELOAD, "warm"])
     bad = 0
     for part in options.parts:
         print(f"== {part}", flush=True)

@@ -1,8 +1,10 @@
 """curve.png: how a run went, in one picture: loss, accuracy and, where monitors looked, what the flow did."""
 
+import io
 from pathlib import Path
 from typing import Any
 
+from odevit.atomic import write_file
 from odevit.training.runlog import monitor_seconds, read_metrics
 
 Record = dict[str, Any]
@@ -45,9 +47,10 @@ def draw_curve(folder: Path) -> Path:
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.legend()
-    path = folder / "curve.png"
-    figure.savefig(path, dpi=120)
-    return path
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    write_file(folder / "curve.png", picture.getvalue())
+    return folder / "curve.png"
 
 
 def _loss(axes: Any, train: list[Record], val: list[Record]) -> None:

@@ -58,7 +58,7 @@ class Watch:
         from torch.distributed.distributed_c10d import _get_default_store
 
         self.rank, self.world, self.folder = rank, world, folder
-        self.store = _get_default_store().clone()  # a connection of its own
+        self.store: Any = _get_default_store().clone()  # type: ignore[attr-defined]  # a connection of its own
         self.stopped = threading.Event()
         self.handles: dict[int, int] = {}  # of the processes on this machine
         self.heard = {other: b"" for other in range(world) if other != rank}  # last words

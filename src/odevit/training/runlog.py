@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from odevit.atomic import write_file
 from odevit.parse import reading
 
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
@@ -31,7 +32,7 @@ class RunLog:
         if not main:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "README.txt").write_text(README)
+        write_file(folder / "README.txt", README)
         if tensorboard:
             self.board = _open_tensorboard(folder / "tensorboard")
         if bar and sys.stderr.isatty():
