@@ -1,4 +1,4 @@
-"""Imported by the server from which the children of `make torture` are forked: what the first run of a process pays for.
+"""Imported by the server from which the children of `make torture` are forked: what a first run pays for.
 
 Nothing here needs a gradient: autograd's threads do not survive a fork.
 """
@@ -18,8 +18,12 @@ import odevit.commands.page
 import odevit.commands.train  # noqa: F401
 
 torch.set_num_threads(1)
-with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as nowhere, torch.no_grad():
-    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        for task in ("calibrate", "cache"):
-            tasks.prepare(task, Path(name).resolve() / task)
-            tasks.TASKS[task](Path(name).resolve() / task)
+with contextlib.ExitStack() as stack:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
+    nowhere = stack.enter_context(open(os.devnull, "w"))
+    stack.enter_context(contextlib.redirect_stdout(nowhere))
+    stack.enter_context(contextlib.redirect_stderr(nowhere))
+    stack.enter_context(torch.no_grad())
+    for task in ("calibrate", "cache"):
+        tasks.prepare(task, folder / task)
+        tasks.TASKS[task](folder / task)
