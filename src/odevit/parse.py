@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 C = TypeVar("C")
 MOST_CLASSES = 1_000_000
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")  # other names are those of code on the hub
 LONGEST = 400  # characters of a library's own words
 
 
@@ -63,8 +64,12 @@ def read_json(file: str | Path) -> dict[str, Any]:
 
 
 def read_config(file: str | Path) -> dict[str, Any]:
-    """A model's config.json; of one with too many classes transformers would make names for minutes."""
+    """A model's config.json, without what transformers would trust: code from the hub in the place of attention, and a
+    number of classes of which it would make names for minutes."""
     values = read_json(file)
+    for key in ("_attn_implementation", "attn_implementation", "_attn_implementation_internal"):
+        if values.get(key) not in (None, *ATTENTION):
+            raise UnreadableError(f"{key} in {file} must be one of {', '.join(ATTENTION)}, got {values[key]!r:.60}")
     count = values.get("num_labels")
     if isinstance(count, int | float) and count > MOST_CLASSES:
         raise UnreadableError(f"num_labels in {file} must be at most {MOST_CLASSES:,}, got {count:,}")

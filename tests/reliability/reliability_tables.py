@@ -14,8 +14,8 @@ def table(part: str, figures: dict[str, Any]) -> str:
         return _long(figures)
     if part == "corruption":
         rows = {**figures["by_file"], "**all**": figures["outcomes"]}
-        said = f"{figures['cases']:,} spoilt files, {figures['bad']} of them bad; of those under a checksum "
-        return said + f"{figures['unnoticed']} changes went unnoticed ({_spent(figures)}).\n\n" + _rows("file", rows)
+        said = f"{figures['cases']:,} spoilt files, {figures['bad']} bad. Unnoticed: another answer of a file with a checksum."
+        return f"{said}\n\n{_rows('file', rows)}"
     said = f"{figures['faults']:,} faults, {figures['survived']:,} survived ({_spent(figures)})."
     return said + ("\n\n" + _rows("task", figures["by_task"]) if "by_task" in figures else "")
 

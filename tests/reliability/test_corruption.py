@@ -112,3 +112,14 @@ def test_code_beside_the_weights_is_never_run(good, tmp_path):
         with pytest.raises(ValueError, match="cannot be read"):
             read(str(place))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_a_config_cannot_name_code_of_the_hub(key, good, tmp_path):
+    place = tmp_path / "model"
+    shutil.copytree(good / "ViT config.json", place)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {key: "kernels-community/flash-attn"}))
+    for read in (load_classifier, load_teacher):
+        with pytest.raises(ValueError, match="must be one of eager"):
+            read(str(place))

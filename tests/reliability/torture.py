@@ -35,19 +35,25 @@ SHARE = {  # of the faults
 
 
 def try_corruption(folder: Path, options: Any) -> dict[str, Any]:
-    """cases spoilt files, the same number of each kind."""
+    """cases spoilt files, the same number of each kind; with --files only of some, and the others' counts stay."""
+    kinds = options.files.split(",") if options.files else list(corruption.TARGETS)
     each = -(-options.cases // len(corruption.TARGETS))
-    results = corruption.run(dict.fromkeys(corruption.TARGETS, each), folder, start=options.start)
-    table: dict[str, dict[str, int]] = {}
-    for name, _, outcome, _ in results:
-        row = table.setdefault(name, dict.fromkeys(corruption.OUTCOMES, 0))
-        row[outcome] += 1
-    total = {outcome: sum(row[outcome] for row in table.values()) for outcome in corruption.OUTCOMES}
-    bad = [case for case in results if case[2] not in corruption.GOOD]
-    for case in bad[:50]:
-        print("BAD", *case)
-    unnoticed = sum(case[2] == "other" and corruption.TARGETS[case[0]].verified for case in results)
-    return {"cases": len(results), "outcomes": total, "by_file": table, "bad": len(bad), "unnoticed": unnoticed}
+    results = corruption.run(dict.fromkeys(kinds, each), folder, start=options.start)
+    table = read_figures().get("corruption", {}).get("by_file", {}) if options.files else {}
+    table |= {kind: dict.fromkeys((*corruption.OUTCOMES, "unnoticed"), 0) for kind in kinds}
+    for name, number, outcome, said in results:
+        table[name][outcome] += 1
+        table[name]["unnoticed"] += outcome == "other" and corruption.TARGETS[name].verified
+        if outcome not in corruption.GOOD:
+            print("BAD", name, number, outcome, said, flush=True)
+    total = {column: sum(row[column] for row in table.values()) for column in (*corruption.OUTCOMES, "unnoticed")}
+    wrong = [column for column in total if column not in corruption.GOOD]
+    cases = sum(total[column] for column in corruption.OUTCOMES)
+    return {"cases": cases, "bad": sum(total[column] for column in wrong), "outcomes": total, "by_file": table}
+
+
+def read_figures() -> dict[str, Any]:
+    return json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
 
 
 def try_kills(folder: Path, options: Any) -> dict[str, Any]:
@@ -180,6 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=[name for name in PARTS if name != "long"], choices=[*PARTS, []])
     parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--files", default="", help="kinds of spoilt files, with commas; default: all")
     parser.add_argument("--start", type=int, default=0, help="number of the first case: others than the last time")
     parser.add_argument("--faults", type=int, default=110, help="kills")
     parser.add_argument("--tasks", default="train,cache,hub,calibrate", help="whose every write fails once")
@@ -193,7 +200,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             began = time.monotonic()
             found = PARTS[part](Path(name).resolve(), options)
-        figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+        figures = read_figures()
         figures[part] = {**found, "seconds": round(time.monotonic() - began)}
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
         print(reliability_tables.table(part, figures[part]), flush=True)
