@@ -14,7 +14,8 @@ def table(part: str, figures: dict[str, Any]) -> str:
         return _long(figures)
     if part == "corruption":
         rows = {**figures["by_file"], "**all**": figures["outcomes"]}
-        said = f"{figures['cases']:,} spoilt files, {figures['bad']} bad. Unnoticed: another answer of a file with a checksum."
+        said = f"{figures['cases']:,} spoilt files, {figures['bad']} bad."
+        said += " Unnoticed: another answer of a file that has a checksum."
         return f"{said}\n\n{_rows('file', rows)}"
     said = f"{figures['faults']:,} faults, {figures['survived']:,} survived ({_spent(figures)})."
     return said + ("\n\n" + _rows("task", figures["by_task"]) if "by_task" in figures else "")
