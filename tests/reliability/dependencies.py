@@ -42,7 +42,10 @@ def everything(root: str = "odevit", extras: tuple[str, ...] = ("train", "dev"))
     return dict(sorted(found.items()))
 
 
+def table() -> str:
+    rows = [f"| {package} | {version} | {terms} |" for package, (version, terms) in everything().items()]
+    return "\n".join(["| package | version | licence |", "|---|---|---|", *rows])
+
+
 if __name__ == "__main__":
-    print("| package | version | licence |\n|---|---|---|")
-    for package, (version, terms) in everything().items():
-        print(f"| {package} | {version} | {terms} |")
+    print(table())

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import dependencies
+
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
@@ -48,15 +50,19 @@ def _long(figures: dict[str, Any]) -> str:
 def page(text: str, figures: dict[str, Any]) -> str:
     """RELIABILITY.md with the newest figures between its marks."""
     for part, found in figures.items():
-        mark = re.compile(f"(<!-- {part} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text = mark.sub(lambda match, found=found, part=part: f"{match[1]}{table(part, found)}\n{match[2]}", text)
+        text = _between(text, part, table(part, found))
     return text
+
+
+def _between(text: str, mark: str, content: str) -> str:
+    pattern = re.compile(f"(<!-- {mark} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
 def write_page() -> None:
     figures = json.loads((DOCS / "reliability.json").read_text())
     file = DOCS / "RELIABILITY.md"
-    file.write_text(page(file.read_text(), figures))
+    file.write_text(_between(page(file.read_text(), figures), "dependencies", dependencies.table()))
 
 
 if __name__ == "__main__":
