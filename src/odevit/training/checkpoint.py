@@ -132,9 +132,13 @@ class CheckpointStore:
         write_folder(
             target, write, f"the last good checkpoint is {before}" if before else "there is no checkpoint before it"
         )
+        self.drop_old()
+        return target
+
+    def drop_old(self) -> None:
+        """Remove those beyond `keep`."""
         for path in self.paths()[: -self.keep]:
             discard(path)
-        return target
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """(state, meta) of the newest readable checkpoint; a damaged one is named and passed over. None without any."""

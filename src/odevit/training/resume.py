@@ -119,6 +119,7 @@ def load_run(run: "Run") -> None:
     run.accelerator.wait_for_everyone()  # nobody reads any more
     if run.accelerator.is_main_process:
         run.store.drop_after(run.step)
+        run.store.drop_old()  # killed behind the newest checkpoint and before this
         run.log.truncate(state.metrics_bytes)
         read_metrics(run.folder)  # what is drawn at the end: damage is told now
     if state.versions != library_versions():
