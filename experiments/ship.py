@@ -3,7 +3,8 @@
     python experiments/ship.py runs/quickstart/student digits --data digits --command "odevit quickstart"
     python experiments/ship.py RUN NAME --data DIRECTORY --data-name CIFAR-10 --command "odevit train cifar10/scratch"
 
-The test split is read once, with the weights as they are shipped, at the model's own setting and for its flow gap.
+The test split is read once, with the weights as they are shipped, at the model's own setting, for its flow gap and for
+its rule to stop early, which the validation images calibrate.
 """
 
 import argparse
@@ -17,14 +18,25 @@ from safetensors.torch import load_file, save_file
 
 from odevit.analysis.flow import flow_gap
 from odevit.atomic import write_file
+from odevit.commands.calibrate import MOST_IMAGES, shuffled, write_config
 from odevit.commands.evaluate import load_data_for
+from odevit.data import Split
+from odevit.dynamics.calibration import calibrate_model, images_needed
 from odevit.dynamics.cost import count_macs
+from odevit.model.halting import saved_rule
 from odevit.parse import plain
 from odevit.recipe import Recipe
 from odevit.shipped import FOLDER, checksum
 from odevit.training.checkpoint import recover_folders, write_folder
 from odevit.training.classifiers import load_odevit
 from odevit.training.evaluation import evaluate, model_input
+
+ALPHAS = (
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+)  # of stopping early: the least that the validation images can prove
 
 CARD = """\
 ---
@@ -44,6 +56,7 @@ An ODE-ViT: one shared attention + MLP block, integrated over time. {about}
 | parameters | {parameters:,} ({bytes:,} bytes on disk, half precision) |
 | multiply-accumulates | {macs:,} at its own setting: {num_steps} {solver} steps |
 | flow gap | {gap:+.2f} points (own setting minus exact flow, {gap_images:,} images); K = 3 … 48: {spread:.2f} |
+| stops early | {stops} |
 | trained in | {minutes:.0f} CPU minutes, {epochs} epochs, seed {seed} |
 | command | `{command}` |
 
@@ -81,18 +94,19 @@ def _fill(target: Path, run: Path, name: str, data: str, command: str, data_name
     scores = evaluate(model, test)
     images, labels = test.fetch(torch.arange(min(1000, len(test))))
     flow = flow_gap(model, model_input(model, images), labels)
+    halting = calibrate_shipped(model, target, loaded.val, test)
     result = json.loads((run / "result.json").read_text())
     seed = Recipe.load(run / "recipe.yaml").seed
     entry = {
         "name": name, "data": data_name or data, "accuracy": scores["top1"], "images": scores["count"],
         "accuracy_before_halving": result["top1"], "parameters": sum(p.numel() for p in model.parameters()),
         "macs": count_macs(model).total, "solver": model.config.solver, "num_steps": model.config.num_steps,
-        "flow": plain(flow),
+        "flow": plain(flow), "halting": halting,
         "bytes": (target / "model.safetensors").stat().st_size, "sha256": checksum(target), "command": command,
         "seconds": result["seconds"], "epochs": result["epochs"], "seed": seed,
     }  # fmt: skip
     text = CARD.format(
-        **{key: value for key, value in entry.items() if key != "flow"},
+        **{key: value for key, value in entry.items() if key != "flow"}, stops=in_words(halting, entry["num_steps"]),
         about=about, gap=100 * flow["gap"], gap_images=flow["images"], spread=100 * flow["spread"],
         minutes=result["seconds"] / 60, size=model.config.image_size,
         by_steps=", ".join(f"{steps}: {value:.1%}" for steps, value in flow["accuracy_by_steps"].items()),
@@ -100,6 +114,43 @@ def _fill(target: Path, run: Path, name: str, data: str, command: str, data_name
     (target / "README.md").write_text(text)
     write_file(target / "card.json", json.dumps(entry, indent=1) + "\n")
     return entry
+
+
+@torch.no_grad()
+def calibrate_shipped(model: Any, target: Path, val: Split, test: Split) -> dict[str, Any] | None:
+    """Calibrate the weights as they are shipped on all validation images, into target/config.json; what the rule then
+    does on the test images. None where the images are too few for any of ALPHAS."""
+    images, _ = shuffled(model, val, MOST_IMAGES)
+    alpha = next((alpha for alpha in ALPHAS if images_needed(alpha, 0.05) <= len(images)), None)
+    if alpha is None:
+        model.config.halting = None  # a rule that came with the run was that of the weights before rounding
+        write_config(model, target)
+        return None
+    model.config.halting = calibrate_model(model.eval(), images, alpha=alpha)
+    write_config(model, target)
+    rule = saved_rule(model)
+    right = same = steps = 0
+    for pixels, labels in test.stream(list(torch.arange(len(test)).split(256))):
+        x = model_input(model, pixels)
+        halted, full = model(x, halting=rule), model(x).logits.argmax(dim=1)
+        answers = halted.logits.argmax(dim=1)
+        right += int((answers.cpu() == labels.cpu()).sum())
+        same += int((answers == full).sum())
+        steps += int(halted.steps.sum())
+    found = {key: model.config.halting[key] for key in ("score", "threshold", "alpha", "delta", "images")}
+    return found | {
+        "test_accuracy": right / len(test), "test_disagreement": 1 - same / len(test), "mean_steps": steps / len(test)
+    }  # fmt: skip
+
+
+def in_words(halting: dict[str, Any] | None, num_steps: int) -> str:
+    if halting is None:
+        return "not calibrated: too few validation images"
+    return (
+        f"after {halting['mean_steps']:.2f} of {num_steps} steps on average, {halting['test_accuracy']:.2%} right; "
+        f"{halting['test_disagreement']:.2%} of the test images answered otherwise than at full depth (at most "
+        f"{halting['alpha']:.0%} with confidence {1 - halting['delta']:.0%}, from {halting['images']:,} images)"
+    )
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -142,6 +142,9 @@ def export(
     solver: Solver = None,
     int8: Annotated[bool, typer.Option("--int8", help="Weights of the ONNX file in 8 bits.")] = False,
     parts: Annotated[bool, typer.Option("--parts", help="ONNX graphs embed, field and head: bring a solver.")] = False,
+    halting: Annotated[
+        bool, typer.Option("--halting", help="ONNX graphs of a calibrated model, one for each step: stop early.")
+    ] = False,
     data: Annotated[str | None, typer.Option("--data", help="Check on these images; default: digits.")] = None,
     as_json: AsJson = False,
 ) -> None:

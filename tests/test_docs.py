@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def home(tmp_path_factory):
     values |= {"task": "distill", "model": {"mlp_ratio": 1, "num_steps": 2}}
     values["distill"] = {"teacher": str(teacher), "losses": {"cls_path": 1.0, "kl": 1.0}, "sample": 32}
     distill_recipe(Recipe.from_dict(values), report=None, progress_bar=False)
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("results"))
     return folder
 
 

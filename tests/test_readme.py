@@ -39,6 +39,7 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clone")
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("results"))
     return folder
 
 
@@ -61,7 +62,15 @@ def test_there_is_something_to_test():
     assert len(SNIPPETS) == 2
     assert COMMANDS[:2] == ["make quickstart", "make test"]
     verbs = {command.split()[1] for command in COMMANDS[2:]}
-    assert verbs == {"info", "train", "eval", "distill", "analyze", "audit", "page"}
+    assert verbs == {"info", "train", "eval", "distill", "analyze", "audit", "page", "predict", "export"}
+
+
+def test_the_first_screen_has_the_picture_the_two_commands_and_the_zoo():
+    first = README.split("\n## ")[0]
+    assert [line.split("#")[0].strip() for line in first.split("```")[1].splitlines()[1:]] == COMMANDS[:2]
+    picture = re.search(r"!\[.+\]\((.+)\)", first).group(1)
+    assert (ROOT / picture).is_file()
+    assert "<!-- zoo -->" in first  # tests/test_docs.py compares it with the cards
 
 
 def test_the_file_tree_is_the_house():

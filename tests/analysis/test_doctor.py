@@ -5,12 +5,17 @@ import json
 import math
 
 import pytest
+import torch
 import yaml
 from tiny_runs import tiny_recipe
 
+from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.analysis.doctor import RULES, diagnose
+from odevit.commands.audit import audit
+from odevit.commands.distill import distill_recipe
 from odevit.commands.doctor import doctor
 from odevit.commands.train import train_recipe
+from odevit.recipe import Recipe, override
 
 FLOW = {
     "gap": 0.002, "standard_error": 0.002, "own": 0.97, "exact_flow": 0.968, "num_steps": 4,
@@ -133,14 +138,146 @@ def test_a_run_that_still_comes_nearer_is_told_to_go_on(tmp_path):
     assert [one.setting for one in diagnose(run.write(tmp_path / "run"))] == ["optim.epochs=20"]
 
 
-def test_a_real_run_that_explodes(tmp_path, capsys):
-    """Trained with a learning rate a hundred times too high: its own records say so."""
-    recipe = tiny_recipe(tmp_path / "run", optim={"lr": 0.3, "steps": 6}, loop={"monitor_every": 6, "log_every": 2})
-    with contextlib.suppress(ArithmeticError):  # if it ends in NaN
-        train_recipe(recipe)
-    found = doctor(tmp_path / "run")
-    assert found, capsys.readouterr().out
-    assert found[0].failure == "weights leave their bounds"
+def test_advice_that_was_already_followed_is_not_given_again(tmp_path):
+    run = RunFolder()
+    flow_gap(run)
+    run.recipe["loop"] = {"step_schedule": [[0, [3, 4, "midpoint 3"]]]}
+    assert [one.setting for one in diagnose(run.write(tmp_path / "drawn"))] == [
+        'loop.step_schedule=[[0, [3, 4, "midpoint 3", 8]]]'
+    ]
+    run = RunFolder()
+    plateau(run)
+    for record in run.train:
+        record["losses"]["cls_path"] = 2.0
+    assert [one.setting for one in diagnose(run.write(tmp_path / "short"))] == ["optim.epochs=40"]
+
+
+# --- runs made to fail in each way: tiny, but really trained ----------------------------------------------------------
+
+SIZES = {"patch_size": 4, "hidden_size": 16, "num_attention_heads": 2}
+QUIET = {"eval_every": 1000, "checkpoint_every": 1000, "log_every": 1}
+
+
+def recipe_of(folder, **changes):
+    values = tiny_recipe(folder, data={"limit": 320}, optim={"batch_size": 32, "steps": 12}, loop=QUIET).to_dict()
+    for group, replaced in changes.items():
+        values[group] = {**values[group], **replaced} if group in ("optim", "loop") else replaced
+    return Recipe.from_dict(values)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    vit = {"type": "vit", **SIZES, "num_hidden_layers": 4, "intermediate_size": 32, "initializer_range": 0.1}
+    recipe = recipe_of(tmp_path_factory.mktemp("teacher"), model=vit, optim={"steps": 80, "lr": 1e-2})
+    return train_recipe(recipe, overwrite=True, progress_bar=False).folder / "model"
+
+
+def student(folder, teacher, *, model, losses=None, optim=None, loop=None):
+    recipe = recipe_of(
+        folder,
+        task="distill",
+        model={"mlp_ratio": 2, **model},
+        optim={"name": "muon", "lr": 3e-3, "muon_lr": 1e-2, **(optim or {})},
+        loop=loop or {},
+        distill={"teacher": str(teacher), "losses": losses or {"cls_path": 0.01, "kl": 1.0}, "sample": 32},
+    )
+    distill_recipe(recipe, report=None, progress_bar=False)
+
+
+def scaled_field(change, **fields):
+    """A model whose field starts wrongly."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "image_size": 8, "num_channels": 1, "mlp_ratio": 1, "depth": 4, "num_steps": 4, "num_labels": 10}
+    model = OdeViTForImageClassification(OdeViTConfig(**sizes, **fields))
+    with torch.no_grad():
+        change(model.odevit.fields[0])
+    return model
+
+
+def make_weights(folder, teacher):
+    """A learning rate a hundred times too high."""
+    train_recipe(recipe_of(folder, optim={"lr": 0.3, "steps": 6}, loop={"monitor_every": 6}), progress_bar=False)
+
+
+def make_diverged(folder, teacher):
+    """The same where the field is held: the head blows up."""
+    model = {**SIZES, "mlp_ratio": 1, "depth": 4, "num_steps": 4, "spectral_cap": 1.5}
+    train_recipe(recipe_of(folder, model=model, optim={"lr": 10.0, "clip": 0, "steps": 8}), progress_bar=False)
+
+
+def make_attention(folder, teacher):
+    """All queries are the same, and large."""
+
+    def change(field):
+        field.attention.query.weight.zero_()
+        field.attention.query.bias.fill_(20.0)
+
+    recipe = recipe_of(folder, optim={"steps": 2}, loop={"monitor_every": 2})
+    train_recipe(recipe, model=scaled_field(change, bias=True), progress_bar=False)
+
+
+def make_exponents(folder, teacher):
+    """Weights that start near zero and grow too fast."""
+
+    def change(field):
+        for parameter in field.parameters():
+            parameter.mul_(0.1 if parameter.ndim > 1 else 1)
+
+    recipe = recipe_of(folder, optim={"lr": 0.1, "warmup": 0.3}, loop={"monitor_every": 3})
+    train_recipe(recipe, model=scaled_field(change), progress_bar=False)
+
+
+def make_hard_teacher(folder, teacher):
+    """Four layers that do four different things, as the audit finds."""
+    student(folder, teacher, model={"num_steps": 4}, optim={"steps": 2})
+    audit(str(teacher), "digits", max_images=32, output=folder / "audit")
+
+
+def make_too_few_steps(folder, teacher):
+    """Trained with six steps, used with one."""
+    student(folder, teacher, model={"num_steps": 1}, optim={"steps": 40}, loop={"step_schedule": [[0, 6]]})
+
+
+def make_flow_gap(folder, teacher):
+    """Trained with two steps only."""
+    student(folder, teacher, model={"num_steps": 2}, optim={"steps": 40, "muon_lr": 0.03})
+
+
+def make_plateau(folder, teacher):
+    """A field held so weak that it cannot follow the path, and nothing but the path to follow."""
+    model = {"num_steps": 4, "spectral_cap": 0.2}
+    optim = {"steps": 36, "muon_lr": 0.1, "batch_size": 64}
+    student(folder, teacher, model=model, losses={"cls_path": 1.0}, optim=optim, loop={"log_every": 4})
+
+
+def make_outside(folder, teacher):
+    """Twelve steps are not enough to come near."""
+    student(folder, teacher, model={"num_steps": 4}, loop={"monitor_every": 6})
+
+
+FAILURES = {
+    "weights": "weights leave their bounds", "diverged": "training diverged",
+    "attention": "attention leaves its bounds", "exponents": "exponents rise", "hard_teacher": "a hard teacher",
+    "too_few_steps": "too few steps", "flow_gap": "flow gap", "plateau": "path loss on a plateau",
+    "outside": "outside the contraction region",
+}  # fmt: skip
+BESIDE = {
+    "weights": {"attention leaves its bounds"}, "outside": {"path loss on a plateau"},
+    "hard_teacher": {"path loss on a plateau", "too few steps"}, "plateau": {"outside the contraction region"},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_made_to_fail_is_diagnosed(rule, teacher, tmp_path, capsys):
+    with contextlib.suppress(ArithmeticError):  # one that ends in NaN has been recorded all the same
+        globals()[f"make_{rule}"](tmp_path / "run", teacher)
+    found = {one.failure: one for one in doctor(tmp_path / "run")}
+    printed = capsys.readouterr().out
+    assert FAILURES[rule] in found, printed
+    assert set(found) <= {FAILURES[rule]} | BESIDE.get(rule, set()), printed
+    setting = found[FAILURES[rule]].setting
+    Recipe.from_dict(override(Recipe.load(tmp_path / "run/recipe.yaml").to_dict(), [setting]))  # it exists
 
 
 def test_what_is_no_run_is_told(tmp_path):

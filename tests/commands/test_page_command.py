@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+import torch
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.commands.page import data_of_the_run, page
+from odevit.training.classifiers import load_odevit
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def payload_of(path) -> dict:
 
 
 def test_the_examples_come_from_the_run_of_the_model(run, tmp_path, capsys):
-    assert data_of_the_run(run / "model") == "digits"
+    assert data_of_the_run(str(run / "model")) == "digits"
     path = page(str(run / "model"), output=tmp_path / "page.html")
     payload = payload_of(path)
     assert [example["label"] for example in payload["examples"]] == list(range(10))
@@ -45,6 +47,16 @@ def test_a_model_without_a_run_has_a_page_without_examples(run, tmp_path):
     assert (payload["title"], len(payload["classes"])) == ("T", 10)
 
 
-def test_a_missing_folder_is_told_before_anything_is_loaded(tmp_path):
-    with pytest.raises(ValueError, match=r"folder must exist; make .*nowhere first"):
-        page("no-such-model", output=tmp_path / "nowhere" / "page.html")
+def test_a_shipped_model_has_its_examples(tmp_path):
+    payload = payload_of(page("digits", output=tmp_path / "new" / "page.html"))  # the folder is made
+    assert [example["label"] for example in payload["examples"]] == list(range(10))
+    assert payload["halting"]["alpha"] > 0  # calibrated
+
+
+def test_the_rule_of_other_weights_is_refused(tmp_path):
+    model = load_odevit("digits")
+    with torch.no_grad():
+        model.classifier.bias[0] += 1
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="calibrated for other weights"):
+        page(str(tmp_path / "model"), output=tmp_path / "page.html")

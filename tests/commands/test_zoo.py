@@ -13,6 +13,7 @@ import odevit
 from odevit.commands.evaluate import evaluate
 from odevit.commands.train import train_recipe
 from odevit.commands.zoo import zoo as list_zoo
+from odevit.model.halting import saved_rule
 from odevit.shipped import card, checksum, names
 from odevit.training.classifiers import load_odevit, resolve_model
 
@@ -36,6 +37,8 @@ def test_a_run_is_shipped_in_half_precision_with_what_was_measured(run, tmp_path
         assert half.dtype == torch.float32, name
         assert torch.equal(half, full.half().float()), name
     assert evaluate(str(folder), "digits")["top1"] == entry["accuracy"]
+    assert entry["halting"]["alpha"] == 0.03  # what 144 validation images can prove
+    assert saved_rule(model).threshold == entry["halting"]["threshold"]  # calibrated for the weights as shipped
 
 
 @pytest.mark.parametrize("name", names())
@@ -45,6 +48,8 @@ def test_every_shipped_model_is_whole_and_as_good_as_its_card_says(name):
     assert checksum(folder) == entry["sha256"]
     model = load_odevit(name)
     assert sum(p.numel() for p in model.parameters()) == entry["parameters"]
+    assert saved_rule(model).threshold == entry["halting"]["threshold"]
+    assert entry["halting"]["test_disagreement"] <= entry["halting"]["alpha"]
     if entry["data"] == "digits":
         assert evaluate(name, "digits")["top1"] == pytest.approx(entry["accuracy"], abs=0.003)  # one image
 

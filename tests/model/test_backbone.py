@@ -1,12 +1,14 @@
 """The flow as a backbone: feature maps at chosen times, and a segmentation read off them by a linear probe."""
 
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from problems import perturbed_model, tiny_images, tiny_model
 from torch import nn
 from transformers import AutoBackbone, AutoConfig
+from transformers.models.auto import auto_factory
 
 from odevit import OdeViTBackbone, OdeViTConfig
 from odevit.model.layers import MIXINGS, POOLS, TOKENIZERS
@@ -56,6 +58,16 @@ def test_auto_backbone_knows_it(saved):
     assert type(backbone) is OdeViTBackbone
     assert backbone.out_features == ["t=0.5"]
     assert config.out_features == ["t=0.5"]
+
+
+def test_auto_backbone_loads_a_model_of_the_hub(saved, monkeypatch):
+    """transformers asks the hub whether the name exists before anything else, so that it refuses every local folder,
+    whatever is in it. With the hub's yes the rest is as for any backbone: our class, with the weights."""
+    monkeypatch.setattr(auto_factory, "hf_api", lambda: SimpleNamespace(repo_exists=lambda name: True))
+    backbone = AutoBackbone.from_pretrained(saved[1], out_features=["t=0.5", "t=1"])
+    assert type(backbone) is OdeViTBackbone
+    assert torch.equal(backbone.odevit.positions, saved[0].odevit.positions)
+    assert backbone.out_features == ["t=0.5", "t=1"]
 
 
 def test_a_saved_backbone_keeps_its_times_and_takes_another_number_of_steps(saved, tmp_path):

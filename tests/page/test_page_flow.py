@@ -55,6 +55,8 @@ VARIANTS: dict[str, dict] = {
     "damping": {"damping": 0.3},
     "depthwise mixing": {"mixing": "depthwise", "num_registers": 2},
     "spectral cap": {"spectral_cap": 0.7},
+    "contractive": {"field": "contractive", "num_registers": 1, "num_steps": 6},
+    "contractive, mixing": {"field": "contractive", "mixing": "depthwise", "pool": "sqrt_mean", "num_fields": 2},
     "one head, wide": {"num_attention_heads": 1, "hidden_size": 18, "mlp_ratio": 1.5},
 }
 
@@ -97,6 +99,7 @@ def test_half_precision_hardly_changes_the_answers(digits):
     with torch.no_grad():
         pixels = model_input(model, digits[0])
         exact, rounded = model(pixels).logits, half_precision(model)(pixels).logits
+        assert torch.equal(model(pixels).logits, exact)  # the model itself is as it was
     assert 0 < float((exact - rounded).abs().max()) < 0.02
 
 
@@ -141,8 +144,8 @@ def test_options_that_the_page_does_not_know_are_refused(monkeypatch):
     model.config.attention = "linear"
     with pytest.raises(ValueError, match=r"cannot run attention='linear' yet; it knows softmax, l2, sinkhorn"):
         make_payload(model, title="t", class_names=[str(k) for k in range(10)])
-    with pytest.raises(ValueError, match="cannot run a model with field='contractive' yet"):
-        check_supported(OdeViTConfig(field="contractive"))
+    with pytest.raises(ValueError, match="cannot run a model with embedding_norm='layer' yet"):
+        check_supported(OdeViTConfig(embedding_norm="layer"))
     model = small_model()
     monkeypatch.setattr("odevit.page.NUMBERS", ("depth",))
     with pytest.raises(ValueError, match="cannot run a model with image_size=8 yet"):

@@ -1,6 +1,7 @@
 """The page as a visitor meets it, in a browser: before a click, by hand, by keyboard, on a phone; hostile names."""
 
 import base64
+import copy
 import io
 import json
 import re
@@ -13,6 +14,7 @@ from PIL import Image
 
 from odevit.analysis import Finding
 from odevit.analysis.report import write_report
+from odevit.checksum import checksum
 from odevit.data import DataConfig, load_data
 from odevit.page import half_precision, live, make_payload, write_page
 from odevit.teachers.teacher import tiny_teacher
@@ -175,6 +177,24 @@ def test_stopping_early_shows_when_and_saves_evaluations(browser, address):
         assert re.search(rf"Evaluations\s+{step}\b", page.locator(".cost").inner_text())
         assert f"It stopped at t = {step / 6:.2f}." in page.locator(".status").text_content()
         assert page.locator(".clock").text_content() == f"t = 1.00, step {step} of 6, stopped"
+
+
+def test_a_calibrated_rule_says_what_it_promises_and_where_it_no_longer_holds(browser, model, tmp_path):
+    own = {"solver": "euler", "num_steps": 6, "checksum": checksum(model)}
+    calibrated = copy.deepcopy(model)
+    calibrated.config.halting = {"score": "margin", "threshold": 0.2, "alpha": 0.02, "delta": 0.05, **own}
+    payload = make_payload(calibrated, title="T", class_names=[str(k) for k in range(10)])
+    with visited(browser, write_page(payload, tmp_path / "page.html"), reduced_motion="reduce") as page:
+        promise = page.locator(".promise")
+        assert not promise.is_visible()
+        page.get_by_label("Stop early").check()
+        page.locator(".promise", has_text="at most 2 % of all answers").wait_for()
+        assert "all 6 steps (confidence 95 %)" in promise.text_content()
+        page.get_by_label("Steps", exact=True).fill("5")
+        page.locator(".promise", has_text="Not calibrated for this setting").wait_for()
+    calibrated.classifier.bias.data[0] += 1
+    with pytest.raises(ValueError, match="calibrated for other weights"):
+        make_payload(calibrated, title="T", class_names=[str(k) for k in range(10)])
 
 
 def test_drawing_is_read_while_it_is_drawn(browser, address, model):

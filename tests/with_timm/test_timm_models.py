@@ -4,17 +4,20 @@ from itertools import cycle
 
 import pytest
 import torch
+from PIL import Image
 from problems import perturbed_model, tiny_images
 
 timm = pytest.importorskip("timm", reason="timm is an optional extra")
 pytest.importorskip("torchvision.models", reason="torchvision is needed by timm")
 
+import odevit.shipped  # noqa: E402
 import odevit.timm  # noqa: E402
+from odevit import OdeViTForImageClassification  # noqa: E402
 from odevit.model.layers import ATTENTIONS, MIXINGS, POOLS, TOKENIZERS  # noqa: E402
 from odevit.timm import register, to_timm  # noqa: E402
 
-NAMES = [name for name in timm.list_models("odevit_*") if "paper" not in name]
-EVERY = timm.list_models("odevit_*")
+NAMES = timm.list_models("odevit_*")  # every preset and every model of the zoo
+EVERY = set(NAMES)
 TINY = {
     "image_size": 16, "patch_size": 4, "hidden_size": 32, "num_attention_heads": 2, "mlp_ratio": 2, "depth": 3,
     "num_steps": 4, "num_registers": 2, "num_labels": 5,
@@ -27,17 +30,41 @@ for tokenizer, pool, attention, mixing in zip(
     NAMES.append(f"odevit_test_{pool}")
 
 
+def create(name, **options):
+    """The model as it is registered, but on the smallest of images, in as many steps as it has fields plus one."""
+    with torch.device("meta"):
+        fields = timm.create_model(name).config
+    size = min(fields.image_size, 2 * fields.patch_size)
+    return timm.create_model(name, img_size=size, **{"num_steps": fields.num_fields + 1, **options})
+
+
 def inputs(model, batch=2):
-    return torch.randn(batch, *model.default_cfg["input_size"], generator=torch.Generator().manual_seed(0))
+    shape = model.config.num_channels, model.config.image_size, model.config.image_size
+    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_every_preset_is_registered():
-    assert {f"odevit_{name.replace('-', '_')}" for name in odevit.timm.PRESETS} <= set(EVERY)
+def test_every_preset_and_the_zoo_are_registered():
+    presets = {f"odevit_{name.replace('-', '_')}" for name in odevit.timm.PRESETS}
+    shipped = {f"odevit_{name.replace('-', '_')}" for name in odevit.shipped.names()}
+    assert presets | shipped <= EVERY
+    assert shipped <= set(timm.list_models("odevit_*", pretrained=True))
+    assert not presets & set(timm.list_models("odevit_*", pretrained=True))
+
+
+@pytest.mark.parametrize("name", sorted(EVERY))
+def test_the_registered_size_steps_and_config(name):
+    """Built on the meta device, at its own size: what timm's config says is what the model is."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    cfg = model.default_cfg
+    assert cfg["input_size"] == (model.config.num_channels, model.config.image_size, model.config.image_size)
+    assert model(torch.empty(1, *cfg["input_size"], device="meta")).shape == (1, cfg["num_classes"])
+    assert len(model.feature_info) == model.config.num_steps
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_backward_and_config(name):
-    model = timm.create_model(name, num_classes=42).train()
+    model = create(name, num_classes=42).train()
     images = inputs(model)
     model(images).square().mean().backward()
     assert [key for key, p in model.named_parameters() if p.grad is None] == []
@@ -65,7 +92,7 @@ def test_forward_backward_and_config(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_intermediates_and_features(name):
-    model = timm.create_model(name).eval()
+    model = create(name, num_steps=3 * create(name).config.num_fields).eval()
     images = inputs(model)
     patch, steps = model.config.patch_size, model.config.num_steps
     side = images.shape[-1] // patch
@@ -82,7 +109,7 @@ def test_intermediates_and_features(name):
         assert torch.equal(torch.cat(tokens[0][::-1], dim=1), final[:, : 1 + side * side])
         named = model.forward_intermediates(images, output_dict=True, return_prefix_tokens=True)
         assert set(named) == {"image_features", "image_intermediates", "image_intermediates_prefix"}
-        features = timm.create_model(name, features_only=True, out_indices=(0, 2)).eval()
+        features = create(name, num_steps=steps, features_only=True, out_indices=(0, 2)).eval()
         features.load_state_dict({f"model.{k}": v for k, v in model.state_dict().items()}, strict=False)
         assert features.feature_info.channels() == [model.num_features] * 2
         assert features.feature_info.reduction() == [patch] * 2
@@ -90,9 +117,9 @@ def test_intermediates_and_features(name):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "test" in name])
+@pytest.mark.parametrize("name", NAMES)
 def test_export_checkpointing_and_other_sizes(name):
-    model = timm.create_model(name).eval()
+    model = create(name, num_classes=5).eval()
     images = inputs(model)
     with torch.no_grad():
         expected = model(images)
@@ -100,13 +127,28 @@ def test_export_checkpointing_and_other_sizes(name):
     model.set_grad_checkpointing()
     model.train()(images).sum().backward()
     assert model.flow.gradient_checkpointing
-    model.set_input_size((24, 24))
-    assert model.eval()(torch.randn(1, 3, 24, 24)).shape == (1, 5)
-    assert timm.create_model(name, img_size=24, in_chans=1)(torch.randn(2, 1, 24, 24)).shape == (2, 5)
+    side, channels = 3 * model.config.patch_size, model.config.num_channels
+    model.set_input_size((side, side))
+    assert model.eval()(torch.randn(1, channels, side, side)).shape == (1, 5)
+    assert create(name, num_classes=5, in_chans=1)(images[:, :1]).shape == (2, 5)
     with pytest.raises(ValueError, match="square"):
-        model.set_input_size((24, 16))
+        model.set_input_size((side, 16))
     with pytest.raises(ValueError, match="global_pool must be '' or one of cls"):
         model.reset_classifier(3, "avg")
+
+
+@pytest.mark.parametrize("name", odevit.shipped.names())
+def test_a_model_of_the_zoo_comes_with_its_weights(name):
+    ours = OdeViTForImageClassification.from_pretrained(odevit.zoo(name)).eval()
+    theirs = timm.create_model(f"odevit_{name.replace('-', '_')}", pretrained=True).eval()
+    images = inputs(theirs, 4)
+    with torch.no_grad():
+        assert torch.equal(theirs(images), ours(images).logits)
+    data = timm.data.resolve_model_data_config(theirs)
+    assert list(data["mean"]) == ours.config.image_mean
+    transform = timm.data.create_transform(**data, is_training=False)
+    picture = Image.new("L" if ours.config.num_channels == 1 else "RGB", (20, 20), 128)
+    assert transform(picture).shape == images.shape[1:]
 
 
 def test_weights_of_a_folder_come_with_pretrained(tmp_path):

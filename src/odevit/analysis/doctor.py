@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 from odevit.parse import read_json, reading
 from odevit.registry import Registry
+from odevit.training.config import BUDGETS
 from odevit.training.runlog import read_metrics
 
 GROWTH = 5.0  # of a spectral norm (one at the start) or an exponent; healthy runs on digits were seen to reach 3.8
 COLLAPSED = 0.95  # of √n, the norm of an attention map in which every token looks at the same one
 BLOWN_UP = 10.0  # a loss so many times its smallest one
+HARDLY = 0.8  # of its first value: a loss that stays above it has not begun to fall
 FLAT = 0.03  # of its value: a loss that falls by less in the last third of the run is on a plateau
 POINTS = 0.01  # accuracy that is worth a change, if it is also more than two standard errors
 WEAK = 0.5  # as in `odevit.analysis.audit`: a smaller share of the movement explained is a hard teacher
@@ -164,14 +166,14 @@ def attention(run: Records) -> Diagnosis | None:
 
 @register_rule
 def exponents(run: Records) -> Diagnosis | None:
-    """The top exponent per layer rises all the time."""
+    """The top exponent per layer has grown, and is not coming down."""
     curve = run.series("monitor", "largest exponent", lambda r: median(r["lyapunov"]) if r.get("lyapunov") else None)
     values = curve.values
-    if len(values) < 3 or values[-1] < GROWTH * max(values[0], 0.1) or values[-1] < max(values):
+    if len(values) < 3 or values[-1] < GROWTH * max(values[0], 0.1) or values[-1] < 0.8 * max(values):
         return None
     return Diagnosis(
         "exponents rise",
-        f"The largest exponent rose from {values[0]:.2f} to {values[-1]:.2f} per layer and still rises: small "
+        f"The largest exponent rose from {values[0]:.2f} to {values[-1]:.2f} per layer: small "
         f"differences grow {math.exp(values[-1]):.1f}-fold in a layer.",
         "model.spectral_cap=1.5",
         curve,
@@ -234,12 +236,16 @@ def flow_gap(run: Records) -> Diagnosis | None:
     if found is None or flow is None or flow["gap"] <= found[2]:
         return None
     count = run.config.get("num_steps", 6)
-    counts = list(range(max(1, count // 2), count + max(1, count // 3) + 1))
+    counts: list[Any] = list(range(max(1, count // 2), count + max(1, count // 3) + 1))
+    schedule = (run.recipe.get("loop") or {}).get("step_schedule") or []
+    drawn = [choice for _, choices in schedule if isinstance(choices, list) for choice in choices]
+    if len(drawn) > 1:  # different numbers of steps were not enough: finer ones too
+        counts = [*drawn, 2 * max([count, *(choice for choice in drawn if isinstance(choice, int))])]
     return Diagnosis(
         "flow gap",
         f"The exact flow is right on {flow['exact_flow']:.1%}, the {count} steps it was trained with on "
         f"{flow['own']:.1%}: the weights have learnt these steps, not a flow.",
-        f"loop.step_schedule=[[0, {counts}]]",
+        f"loop.step_schedule=[[0, {json.dumps(counts)}]]",
         found[0],
     )
 
@@ -258,6 +264,14 @@ def plateau(run: Records) -> Diagnosis | None:
     if still_falling or explained_by_steps or agreement >= 1 - 5 * POINTS:
         return None
     have = run.config.get("num_fields", 1)
+    if after > HARDLY * sum(values[:2]) / 2:
+        return Diagnosis(
+            "path loss on a plateau",
+            f"The distance to the teacher's path has hardly moved, from {values[0]:.3g} to {after:.3g}, with "
+            f"{agreement:.1%} agreement: the run was too short for it.",
+            _longer(run, 4),
+            curve,
+        )
     return Diagnosis(
         "path loss on a plateau",
         f"The distance to the teacher's path has stayed at {after:.3g} for the last third of the run, with "
@@ -275,10 +289,8 @@ def outside(run: Records) -> Diagnosis | None:
     if not curve.values or curve.values[-1] <= 1:
         return None
     falling = len(curve.values) > 1 and curve.values[-1] < 0.9 * curve.values[len(curve.values) // 2]
-    budget = next((key for key in ("epochs", "steps", "minutes") if (run.recipe.get("optim") or {}).get(key)), "epochs")
-    now = (run.recipe.get("optim") or {}).get(budget, 1)
     kl = ((run.recipe.get("distill") or {}).get("losses") or {}).get("kl", 0.0)
-    setting = f"optim.{budget}={2 * now:g}" if falling else f"distill.losses.kl={max(1.0, 3 * kl):g}"
+    setting = _longer(run, 2) if falling else f"distill.losses.kl={max(1.0, 3 * kl):g}"
     return Diagnosis(
         "outside the contraction region",
         f"The student's last states are {curve.values[-1]:.1f} radii from the teacher's (median): its answers agree by "
@@ -286,3 +298,10 @@ def outside(run: Records) -> Diagnosis | None:
         setting,
         curve,
     )
+
+
+def _longer(run: Records, times: int) -> str:
+    """The setting for a run so many times as long."""
+    optim = run.recipe.get("optim") or {}
+    budget = next((name for name in BUDGETS if optim.get(name)), "epochs")
+    return f"optim.{budget}={times * optim.get(budget, 1):g}"

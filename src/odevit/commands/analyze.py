@@ -10,7 +10,7 @@ import torch
 from odevit.analysis import Finding, Study, load_analyses, run_analyses
 from odevit.analysis.report import write_report
 from odevit.commands import best_device
-from odevit.commands.console import progress_bars
+from odevit.commands.console import check_output, progress_bars
 from odevit.commands.evaluate import load_data_for
 from odevit.commands.page import page_of
 from odevit.data import Data
@@ -56,12 +56,14 @@ def analyze(
     output: Path | None = None,
 ) -> Path:
     """See the dynamics of a trained ODE-ViT, beside its teacher when there is one; the path of the report."""
+    folder = output or Report.folder
+    check_output(folder / "report.html")
     device = best_device()
     network: Any = load_odevit(model)
     network.to(device)
     loaded = load_data_for(network, data)
     teaching = load_teacher(teacher, image_size=network.config.image_size).to(device) if teacher else None
-    report = Report(output or Report.folder, only=only.split(",") if only else None, max_images=max_images)
+    report = Report(folder, only=only.split(",") if only else None, max_images=max_images)
     report = replace(report, options=QUICK) if quick else report
     names = {"model": model, "data": data} | ({"teacher": teacher} if teacher else {})
     return write_study(network, loaded, teaching, report, names=names)[0]

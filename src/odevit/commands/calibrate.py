@@ -10,7 +10,7 @@ from torch import Tensor
 
 from odevit.atomic import write_file
 from odevit.commands import best_device
-from odevit.commands.console import print_table
+from odevit.commands.console import check_output, print_table
 from odevit.commands.evaluate import choose_split, load_data_for
 from odevit.data import Split, derive_seed
 from odevit.dynamics.calibration import calibrate_model, check_count
@@ -42,6 +42,7 @@ def calibrate(
     folder = Path(resolve_model(model))
     if not folder.is_dir():
         raise ValueError(f"calibrate writes into the model's folder; {model} is not one here: download it first")
+    check_output(folder / "config.json")
     network: Any = load_odevit(model)
     network.to(best_device())
     images, labels = shuffled(network, choose_split(load_data_for(network, data), split), max_images)

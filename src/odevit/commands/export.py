@@ -28,19 +28,23 @@ def export(
     solver: str | None = None,
     int8: bool = False,
     parts: bool = False,
+    halting: bool = False,
     data: str | None = None,
     as_json: bool = False,
 ) -> dict[str, Any]:
     """Write, run, compare; the numbers printed. A file further from the model than 1e-4 is deleted and an error."""
     if kind not in FORMATS:
         raise ValueError(f"unknown format {kind!r}; choose one of {', '.join(FORMATS)}")
-    if kind != "onnx" and (int8 or parts):
-        raise ValueError(f"--{'int8' if int8 else 'parts'} is for --format onnx, got {kind}")
-    if int8 and parts:
-        raise ValueError("--int8 and --parts exclude each other: quantise the whole model")
-    target = output or Path("model-parts" if parts else "model-hub" if kind == "hub" else f"model.{kind}")
-    folder = parts or kind == "hub"
-    check_output(target / "config.json" if folder else target)
+    wishes = [name for name, wish in (("--int8", int8), ("--parts", parts), ("--halting", halting)) if wish]
+    if kind != "onnx" and wishes:
+        raise ValueError(f"{wishes[0]} is for --format onnx, got {kind}")
+    if len(wishes) > 1:
+        raise ValueError(f"{' and '.join(wishes)} exclude each other: each writes files of its own")
+    if halting and (steps or solver):
+        raise ValueError("--halting exports the setting that was calibrated; leave out --steps and --solver")
+    name = "hub" if kind == "hub" else "parts" if parts else "halting" if halting else None
+    target = output or Path(f"model-{name}" if name else f"model.{kind}")
+    check_output(target / "config.json" if name else target)
     network = load_odevit(model)
     if kind == "hub":
         from odevit.export.hub import write_hub_folder
@@ -52,13 +56,16 @@ def export(
     eager = files.logits_of(files.eager_runner(network, steps, solver), images)
     if kind == "pt2":
         files.write_pt2(network, target, steps, solver)
-        numbers = compared(files.pt2_runner(target), eager, images, labels, [target])
+        numbers = compared(eager, files.logits_of(files.pt2_runner(target), images), labels, [target])
+    elif halting:
+        numbers = export_halting(network, target, images, labels)
     elif parts:
         written = files.write_parts(network, target, steps, solver)
-        numbers = compared(files.parts_runner(network, target, steps, solver), eager, images, labels, written)
+        run = files.parts_runner(network, target, steps, solver)
+        numbers = compared(eager, files.logits_of(run, images), labels, written)
     else:
         files.write_onnx(network, target, steps, solver)
-        numbers = compared(files.onnx_runner(target), eager, images, labels, [target])
+        numbers = compared(eager, files.logits_of(files.onnx_runner(target), images), labels, [target])
         if int8:
             files.quantize_onnx(target, target)
             quantised = files.compare(eager, files.logits_of(files.onnx_runner(target), images), labels)
@@ -68,6 +75,27 @@ def export(
             numbers["bytes (int8)"] = target.stat().st_size
     print_comparison(str(target), numbers, as_json)
     return numbers
+
+
+def export_halting(
+    network: OdeViTForImageClassification, folder: Path, images: Tensor, labels: Tensor | None
+) -> dict[str, Any]:
+    """Graphs that stop early, compared with `model(x, halting="calibrated")`: answers, and after how many steps."""
+    from odevit.export.halting import halting_runner, write_halting
+
+    written = write_halting(network, folder)
+    theirs = halting_runner(folder)(images)
+    ours: Any = network(images, halting="calibrated")
+    same = ours.steps == theirs.steps  # a score within rounding of the threshold may stop one step earlier or later
+    exact = compared(ours.logits[same], theirs.logits[same], None, written)
+    return {
+        **files.compare(ours.logits, theirs.logits, labels),
+        "largest_difference": exact["largest_difference"],
+        "bytes": exact["bytes"],
+        "same_steps": float(same.double().mean()),
+        "mean_steps": float(theirs.steps.double().mean()),
+        "full_depth": network.config.num_steps,
+    }
 
 
 def check_images(network: OdeViTForImageClassification, data: str | None) -> tuple[Tensor, Tensor | None]:
@@ -88,11 +116,9 @@ def check_images(network: OdeViTForImageClassification, data: str | None) -> tup
     return model_input(network, images), labels if label_names(network) == digits.class_names else None
 
 
-def compared(
-    run: files.Run, eager: Tensor, images: Tensor, labels: Tensor | None, written: list[Path]
-) -> dict[str, Any]:
-    """The comparison with eager; a file that differs is deleted."""
-    numbers: dict[str, Any] = files.compare(eager, files.logits_of(run, images), labels)
+def compared(eager: Tensor, theirs: Tensor, labels: Tensor | None, written: list[Path]) -> dict[str, Any]:
+    """The comparison of logits (N, classes) with eager's; files that differ are deleted."""
+    numbers: dict[str, Any] = files.compare(eager, theirs, labels)
     if not numbers["largest_difference"] <= files.TOLERANCE:
         for file in written:
             file.unlink()

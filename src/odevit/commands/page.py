@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
+from odevit.commands.console import check_output
 from odevit.commands.evaluate import load_data_for
 from odevit.data import Data
 from odevit.page import make_payload, write_page
-from odevit.training.classifiers import load_odevit
+from odevit.shipped import card, names
+from odevit.training.classifiers import load_odevit, resolve_model
 
 IMAGES = 500  # their class means span the plane in which the page shows CLS
 
@@ -22,10 +24,9 @@ def page(
     output: Path = Path("page.html"),
 ) -> Path:
     """The command: returns the path of the page. Without `data`, the data of the run that made the model, if known."""
-    if not output.resolve().parent.is_dir():
-        raise ValueError(f"the page's folder must exist; make {output.parent} first, or choose another with -o")
+    check_output(output)
     network = load_odevit(model)
-    name = data or data_of_the_run(Path(model))
+    name = data or data_of_the_run(model)
     loaded = load_data_for(network, name) if name is not None else None
     teaching = None
     if teacher is not None:
@@ -51,9 +52,11 @@ def page_of(model: Any, data: Data | None, *, teacher: Any = None, title: str) -
     )  # fmt: skip
 
 
-def data_of_the_run(model: Path) -> str | None:
-    """The data that the recipe beside a model names, for a model inside its run's folder."""
-    recipe = model.resolve().parent / "recipe.yaml"
+def data_of_the_run(model: str) -> str | None:
+    """The data that the recipe beside a model names, or a shipped model's card, where it comes with the package."""
+    if model in names():
+        return "digits" if card(model)["data"] == "digits" else None
+    recipe = Path(resolve_model(model)).resolve().parent / "recipe.yaml"
     if not recipe.is_file():
         return None
     from odevit.recipe import Recipe

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from odevit.commands.analyze import QUICK, Report
+from odevit.commands.console import check_output
 from odevit.commands.distill import distill_recipe
 from odevit.commands.train import train_recipe
 from odevit.recipe import Recipe
@@ -49,6 +50,7 @@ REPORT_IMAGES = 360  # all that the test split has
 def quickstart(output: Path, *, quick: bool = False) -> Path:
     """Train a teacher, distil it, and say where the report is. `quick` is for tests: a few steps, no claims."""
     start, console = time.perf_counter(), Console()
+    check_output(output / "report.html")
     teacher = output / "teacher"
     console.rule("[bold]1. A discrete ViT learns to read digits: the teacher")
     train_recipe(recipe_for(TEACHER, teacher, quick), overwrite=True)

@@ -27,7 +27,7 @@ def write_onnx(
     """The whole classifier with the steps unrolled: `images` → `logits`, any batch size."""
     steps, solver = chosen_flow(model, num_steps, solver)
     network, notes = frozen(model), metadata(model, steps, solver)
-    _write_graph(Classifier(network, steps, solver), _example(network), file, ["images"], ["logits"], notes)
+    write_graph(Classifier(network, steps, solver), (example(network),), file, ["images"], ["logits"], notes)
 
 
 def write_parts(
@@ -40,14 +40,14 @@ def write_parts(
     """
     steps, solver = chosen_flow(model, num_steps, solver)
     network, notes = frozen(model), metadata(model, steps, solver)
-    images = _example(network)
+    images = example(network)
     tokens = network.odevit.embed(images)
     count = len(network.odevit.fields)
     fields = {f"field_{i}.onnx" if count > 1 else "field.onnx": Field(network, i) for i in range(count)}
-    _write_graph(Embed(network), images, folder / "embed.onnx", ["images"], ["state"], notes)
+    write_graph(Embed(network), (images,), folder / "embed.onnx", ["images"], ["state"], notes)
     for name, field in fields.items():
-        _write_graph(field, tokens, folder / name, ["state"], ["F", "G"], notes)
-    _write_graph(Head(network), tokens, folder / "head.onnx", ["state"], ["logits"], notes)
+        write_graph(field, (tokens,), folder / name, ["state"], ["F", "G"], notes)
+    write_graph(Head(network), (tokens,), folder / "head.onnx", ["state"], ["logits"], notes)
     return [folder / name for name in ("embed.onnx", *fields, "head.onnx")]
 
 
@@ -57,7 +57,7 @@ def write_pt2(
     """A torch.export program; `torch.export.load(file, extra_files={"labels": ""})` reads it and its metadata."""
     steps, solver = chosen_flow(model, num_steps, solver)
     network = frozen(model)
-    images = _example(network)
+    images = example(network)
     with quiet():
         program = torch.export.export(
             Classifier(network, steps, solver), (images,), dynamic_shapes={"images": {0: torch.export.Dim("batch")}}
@@ -158,25 +158,31 @@ def compare(ours: Tensor, theirs: Tensor, labels: Tensor | None = None) -> dict[
     return result
 
 
-def _example(model: OdeViTForImageClassification) -> Tensor:
+def example(model: OdeViTForImageClassification) -> Tensor:
     """Two images: a batch of one would be taken for a constant."""
     config = model.config
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2, config.num_channels, config.image_size, config.image_size, generator=generator)
 
 
-def _write_graph(
-    module: nn.Module, example: Tensor, file: Path, inputs: list[str], outputs: list[str], notes: Mapping[str, str]
+def write_graph(
+    module: nn.Module,
+    examples: tuple[Tensor, ...],
+    file: Path,
+    inputs: list[str],
+    outputs: list[str],
+    notes: Mapping[str, str],
 ) -> None:
+    """One ONNX file of a module, for any batch size; notes become its metadata."""
     batch = torch.export.Dim("batch")
     with quiet():
         program: Any = torch.onnx.export(
             module.eval(),
-            (example,),
+            examples,
             dynamo=True,
             input_names=inputs,
             output_names=outputs,
-            dynamic_shapes=({0: batch},),
+            dynamic_shapes=tuple({0: batch} for _ in examples),
             verbose=False,
         )
     save_clean(program.model, file, notes)

@@ -2,7 +2,7 @@
 
 `make_payload` is everything the page knows (config, weights in half precision, examples, the plane of the class means);
 `live` makes of it what another page can take in (the quickstart's report does); `write_page` writes a page of its own.
-The forward pass is templates/flow.js, in a Worker; the interface is page.js with pictures.js and input.js.
+The forward pass is templates/flow.js on layers.js, in a Worker; the interface is page.js with pictures.js and input.js.
 """
 
 import base64
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from odevit.analysis.report.self_contained import Opening, document
 from odevit.analysis.trajectory import principal_axes
@@ -24,6 +25,8 @@ from odevit.atomic import write_file
 from odevit.data import prepare
 from odevit.dynamics.cost import count_macs, count_parameters
 from odevit.model.config import OdeViTConfig, own_fields
+from odevit.model.contractive import fewest_steps
+from odevit.model.halting import saved_rule
 from odevit.model.solvers import ADAPTIVE, SOLVERS
 from odevit.training.evaluation import model_input
 
@@ -33,6 +36,7 @@ MOST_STEPS = 48
 MOST_EXAMPLES = 10
 # What flow.js can do, option by option; a config field in neither table must have its default value.
 OPTIONS: dict[str, tuple[str, ...]] = {
+    "field": ("softmax", "contractive"),
     "tokenizer": ("patch", "conv", "pooling"),
     "norm": ("center", "layer", "none"),
     "final_norm": ("center", "layer", "none"),
@@ -54,11 +58,14 @@ WITHOUT_EFFECT = (
 def half_precision(model: Any) -> Any:
     """The model that the page runs: a copy in eval mode whose weights are rounded to half precision, kept as float32.
 
-    A spectral cap becomes the weights it results in; BatchNorms become part of the convolutions before them.
+    Capped weights become plain ones, as they are in use; BatchNorms become part of the convolutions before them.
     """
     config = copy.deepcopy(model.config)
     config.spectral_cap = None
     rounded = type(model)(config).eval()
+    for module in list(rounded.modules()):
+        if parametrize.is_parametrized(module, "weight"):  # a contractive field's, whatever the config says
+            parametrize.remove_parametrizations(module, "weight")
     rounded.load_state_dict({name: _in_use(model, name) for name in rounded.state_dict()})
     for module in list(rounded.modules()):
         if isinstance(module, nn.Sequential):
@@ -103,14 +110,19 @@ def check_supported(config: OdeViTConfig) -> None:
 
 def check_size(model: Any) -> int:
     """Multiply-accumulates of one Euler step; ValueError for a model that a browser would take too long for."""
-    config = model.config
-    macs = count_macs(model, num_steps=config.num_steps, solver="euler")
+    config, steps = model.config, max(model.config.num_steps, least_steps(model.config, "euler"))
+    macs = count_macs(model, num_steps=steps, solver="euler")
     if macs.total > MOST_MACS:
         raise ValueError(
             f"a page runs at most {MOST_MACS / 1e9:g} G multiply-accumulates an image (seconds in a browser); this "
             f"model takes {macs.total / 1e9:.2f} G at K = {config.num_steps}. Take fewer steps, or a smaller student."
         )
-    return macs.flow // config.num_steps
+    return macs.flow // steps
+
+
+def least_steps(config: OdeViTConfig, solver: str) -> int:
+    """With fewer, a contractive flow could expand, and others have no step for each field."""
+    return fewest_steps(solver, config.depth, config.num_fields) if config.field == "contractive" else config.num_fields
 
 
 @torch.no_grad()
@@ -130,7 +142,7 @@ def make_payload(
     teacher: its CLS path is shown beside the student's on the examples, when it has the student's width.
     """
     check_supported(model.config)
-    step_macs = check_size(model)
+    step_macs, rule = check_size(model), _rule(model)
     model, config = half_precision(model), model.config
     neutral = [0.5] * config.num_channels  # as the model's image processor has it
     model.config.image_mean, model.config.image_std = config.image_mean or neutral, config.image_std or neutral
@@ -147,11 +159,12 @@ def make_payload(
         "std": model.config.image_std,
         "parameters": count_parameters(model)["total"],
         "solvers": {
-            name: {"F": s.evaluations.F, "G": s.evaluations.G, "order": s.order} for name, s in SOLVERS.items()
+            name: {**s.evaluations._asdict(), "order": s.order, "least": least_steps(config, name)}
+            for name, s in SOLVERS.items()
         },
         "limits": {"steps": MOST_STEPS, "macs": MOST_MACS, "step_macs": step_macs},
         "drawable": config.num_channels == 1 and config.image_size <= 32,
-        "halting": _rule(getattr(config, "halting", None)),
+        "halting": rule,
         "weights": {
             name: [start, weight.numel()] for (name, weight), start in zip(weights.items(), starts, strict=False)
         },
@@ -160,13 +173,16 @@ def make_payload(
     return payload | _pictures(model, images, labels, teacher)
 
 
-def _rule(saved: Any) -> dict[str, Any] | None:
-    """The calibrated rule for stopping early, as far as the page uses it."""
+def _rule(model: Any) -> dict[str, Any] | None:
+    """The calibrated rule for stopping early, and what it promises; ValueError when it is that of other weights."""
+    saved = model.config.halting
     if not saved:
         return None
-    if saved["score"] not in SCORES:
-        raise ValueError(f"a page cannot stop by {saved['score']!r} yet; it knows {', '.join(SCORES)}")
-    return {"score": saved["score"], "threshold": float(saved["threshold"])}
+    rule = saved_rule(model)
+    if rule.score not in SCORES:
+        raise ValueError(f"a page cannot stop by {rule.score!r} yet; it knows {', '.join(SCORES)}")
+    promise = {key: saved.get(key) for key in ("alpha", "delta", "solver", "num_steps")}
+    return {"score": rule.score, "threshold": rule.threshold, **promise}
 
 
 def _pictures(model: Any, images: Tensor | None, labels: Tensor | None, teacher: Any) -> dict[str, Any]:
@@ -230,7 +246,8 @@ def _rounded(values: Any) -> Any:
 def live(payload: dict[str, Any]) -> Opening:
     """The running model as a part of another page. Texts of the payload reach the page as text, never as markup."""
     content = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    html = Template(_template("live.html")).substitute(payload=content, flow=_template("flow.js"))
+    flow = _template("layers.js") + _template("flow.js")
+    html = Template(_template("live.html")).substitute(payload=content, flow=flow)
     script = "".join(_template(name) for name in ("pictures.js", "input.js", "page.js"))
     return Opening(html=html, css=_template("page.css"), script=f'(() => {{\n"use strict";\n{script}}})();\n')
 
@@ -240,10 +257,11 @@ def write_page(payload: dict[str, Any], path: str | Path) -> Path:
     parts, path = live(payload), Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"the page's folder must exist, {path.parent} does not")
-    parameters = payload["parameters"]
+    parameters, fields = payload["parameters"], payload["config"]["num_fields"]
     body = Template(_template("page.html")).substitute(
         title=escape(payload["title"]),
         parameters=f"{parameters:,}" if parameters < 1e5 else f"{parameters / 1e6:.2g} million",
+        blocks="one block" if fields == 1 else f"{fields} blocks",
         live=parts.html,
     )
     write_file(path, document("page", title=payload["title"], css=parts.css, body=body, scripts=[parts.script]))

@@ -54,21 +54,20 @@ def _locked(folder: Path, accelerator: Any) -> Iterator[None]:
     does. Nothing is left of a folder into which nothing was written."""
     from accelerate.utils import broadcast_object_list
 
-    lock, busy = FileLock(folder / LOCK, timeout=0), [False]
+    lock, trouble = FileLock(folder / LOCK, timeout=0), [""]
     if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except Timeout:
-            busy = [True]
+            trouble = [f"another process is at work in {folder}: wait until it ends, or"]
+        except OSError as error:
+            trouble = [f"cannot write {folder}: {error.strerror or error};"]
     if accelerator.num_processes > 1:
-        broadcast_object_list(busy)
+        broadcast_object_list(trouble)
     try:
-        if busy[0]:
-            raise ValueError(
-                f"another process is at work in {folder}: wait until it ends, or choose another folder with "
-                "--set output=…"
-            )
+        if trouble[0]:
+            raise ValueError(f"{trouble[0]} choose another folder with --set output=…")
         yield
     finally:
         if lock.is_locked:

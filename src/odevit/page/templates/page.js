@@ -48,6 +48,7 @@ for (const root of document.querySelectorAll(".live")) {
       runs = results;
       pictures.chooseBars(runs);
       pictures.cost(runs);
+      $(".promise").textContent = promise(runs[0]);
       report();
       then();
       show(time);
@@ -56,6 +57,13 @@ for (const root of document.querySelectorAll(".live")) {
     }
     busy = false;
     if (again) { const next = again; again = null; compute(next); }
+  }
+
+  function promise({ options }) { // what the calibration proved, where it holds: these weights, solver, steps and threshold
+    const own = payload.halting && !moved && options.solver === halting.solver && options.steps === halting.num_steps;
+    if (!own) return "Not calibrated for this setting: a guess.";
+    const [most, sure] = [halting.alpha, 1 - halting.delta].map((p) => `${Number((100 * p).toPrecision(3))} %`);
+    return `Calibrated: at most ${most} of all answers differ from those of all ${options.steps} steps (confidence ${sure}).`;
   }
 
   function report() {
@@ -149,9 +157,9 @@ for (const root of document.querySelectorAll(".live")) {
   $(".other").value = "";
   for (const [solver, steps, count] of [[".solver", ".steps", ".count"], [".other", ".other-steps", ".other-count"]]) {
     const bound = () => { // as many steps as a browser computes in seconds
-      const cost = payload.limits.step_macs * (payload.solvers[$(solver).value]?.F ?? 1);
-      $(steps).min = config.num_fields;
-      $(steps).max = Math.max(config.num_fields, Math.min(payload.limits.steps, Math.floor(payload.limits.macs / cost)));
+      const { F, least } = payload.solvers[$(solver).value || config.solver], cost = payload.limits.step_macs * F;
+      $(steps).min = least;
+      $(steps).max = Math.max(least, Math.min(payload.limits.steps, Math.floor(payload.limits.macs / cost)));
       $(count).textContent = $(steps).value;
     };
     bound();
@@ -166,7 +174,7 @@ for (const root of document.querySelectorAll(".live")) {
   $(".threshold").value = Math.round(share ? odds(halting.threshold) : 20 * Math.log10(-halting.threshold));
   const lead = () => { $(".lead").textContent = share ? percent(threshold()) : (-threshold()).toPrecision(2); };
   lead();
-  $(".adaptive").onchange = () => { $(".sure").hidden = !$(".adaptive").checked; compute(); };
+  $(".adaptive").onchange = () => { $(".sure").hidden = $(".promise").hidden = !$(".adaptive").checked; compute(); };
   $(".threshold").oninput = () => { moved = true; lead(); compute(); };
   for (let head = 1; head <= config.num_attention_heads; head++) {
     const figure = $(".heads").appendChild(element("figure"));
