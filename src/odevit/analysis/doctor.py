@@ -4,6 +4,7 @@ A rule looks at one failure: it returns a Diagnosis where the records show it, N
 reads was not written. RULES is ordered from cause to consequence: what comes first is to be changed first.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
