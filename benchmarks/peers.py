@@ -4,14 +4,12 @@ timm and vit-pytorch are looked for in .venv/timm, where `make bench` puts them 
 import here); what is missing is left out, and the report says so.
 """
 
-import contextlib
 import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
@@ -21,13 +19,8 @@ SIDE, PATCH, CLASSES = 32, 4, 10
 
 
 def imported(name: str) -> Any:
-    """A module of .venv/timm, which is on the path only meanwhile: others must not find torchvision there."""
-    folder = str(ROOT / ".venv" / "timm")
-    sys.path.append(folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
+    """A module of .venv/timm (experiments/studies.py)."""
+    return importlib.import_module("studies").imported_from_timm(name)
 
 
 def hugging_face_vit(width: int = 192, depth: int = 12, heads: int = 3, mlp: int = 4, side: int = SIDE) -> nn.Module:
@@ -41,9 +34,6 @@ def hugging_face_vit(width: int = 192, depth: int = 12, heads: int = 3, mlp: int
 
 
 def timm_vit(name: str) -> nn.Module:
-    """timm's, after the missing operator of torchvision's wheel is declared (see tests/with_timm)."""
-    with contextlib.suppress(RuntimeError):  # declared already
-        torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     timm = imported("timm")
     return timm.create_model(name, img_size=SIDE, patch_size=PATCH, num_classes=CLASSES, pretrained=False)
 

@@ -1,8 +1,12 @@
 """What the experiments share: a study has named arms, every arm runs once per seed, runs divide among cores."""
 
 import argparse
+import contextlib
+import importlib
+import math
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,3 +73,32 @@ def run_study(
         folder = options.output / f"{title}-{length}" / f"{words}-seed{seed}"
         rows[f"{name} (seed {seed})"] = run_arm(arms[name], [f"seed={seed}", *budget, *options.overrides], folder)
     return rows
+
+
+def imported_from_timm(name: str) -> Any:
+    """A module of .venv/timm, which is on the path only meanwhile: others must not find torchvision there.
+
+    timm imports torchvision, whose wheel does not import on a CPU build of torch until its operators are declared."""
+    folder = str(Path(sys.prefix) / "timm")
+    for operator in ("nms", "qnms"):
+        with contextlib.suppress(RuntimeError):  # declared already
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{operator}", schema)
+    sys.path.append(folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+
+
+def rank_interval(correlation: float | None, count: int) -> tuple[float, float] | None:
+    """95 % interval of Spearman's correlation of `count` pairs: Fisher's z with variance (1 + r²/2) / (n - 3) (Bonett
+    and Wright, Psychometrika 65, 2000). None below 8 pairs, or without a correlation."""
+    from odevit.analysis.intervals import FEWEST
+
+    if correlation is None or count < FEWEST:
+        return None
+    if abs(correlation) >= 1:
+        return correlation, correlation
+    middle, half = math.atanh(correlation), 1.96 * math.sqrt((1 + correlation**2 / 2) / (count - 3))
+    return math.tanh(middle - half), math.tanh(middle + half)

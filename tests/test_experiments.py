@@ -8,8 +8,11 @@ import contraction_hypothesis
 import contraction_verdict
 import distillation as distillation_script
 import pytest
+import small_teachers
 import stability as stability_script
 import torch
+import which_vits
+from studies import rank_interval
 
 from odevit.recipe import Recipe
 
@@ -171,3 +174,70 @@ def test_every_arm_of_the_stability_studies_is_a_valid_model(data: str) -> None:
         assert len({str(recipe.to_dict()) for recipe in recipes}) == len(recipes)
         for recipe in recipes:
             OdeViTConfig(**{"image_size": 8, **recipe.model})
+
+
+def test_which_vits_can_be_turned_is_measured_once_and_resumed(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    words = ["--quick", "--only", "ViT, 3 blocks", "Swin, 2 + 4 blocks", "--output", str(tmp_path)]
+    report = which_vits.main(words)
+    vit, swin = report["rows"].values()
+    assert vit["kept"] == pytest.approx(vit["student_accuracy"] / vit["teacher_accuracy"])
+    assert 0 <= vit["certified"] <= vit["agreement"] <= 1
+    assert vit["audit"]["layers"] == 3
+    assert vit["audit"]["explained_by_one_field"] <= vit["audit"]["explained_by_one_field_per_layer"] + 0.05
+    assert swin["certified"] is None
+    assert [stage["layers"] for stage in swin["audit"]["stages"]] == [2, 4]
+    assert swin["note"] == "this teacher only answers"
+    assert report["correlations"][which_vits.SCORE]["kept"] == {"rank_correlation": None, "interval": None, "n": 1}
+    output = capsys.readouterr().out
+    assert "| ViT, 3 blocks | " in output
+    assert report["verdicts"]["Swin"] in output
+    assert (tmp_path / "which_vits.svg").stat().st_size > 1000
+    monkeypatch.setattr(which_vits, "measure", lambda *_: pytest.fail("measured again"))
+    assert which_vits.main(words)["rows"] == report["rows"]
+
+
+def test_the_correlation_of_the_audit_with_what_came_of_it() -> None:
+    """Ranks that agree but for one pair of neighbours, and a family without a certificate."""
+    rows = []
+    for i in range(10):
+        audit = dict.fromkeys(which_vits.SCORES, i / 10)
+        place = {3: 4, 4: 3}.get(i, i)
+        rows.append({"family": "ViT", "audit": audit, "kept": 0.9 + place / 100, "agreement": place / 10})
+        rows[-1] |= {"certified": i / 20 if i < 5 else None, "radius": 1.0, "distance_over_radius": -i}
+    found = which_vits.correlations(rows)[which_vits.SCORE]
+    assert found["kept"]["rank_correlation"] == pytest.approx(1 - 6 * 2 / 990)  # 1 - 6 Σd² / n(n² - 1)
+    assert found["kept"]["interval"][0] < found["kept"]["rank_correlation"] < found["kept"]["interval"][1] < 1
+    assert found["certified"] == {"rank_correlation": 1.0, "interval": None, "n": 5}
+    assert found["radius"]["rank_correlation"] is None
+    assert found["distance_over_radius"]["rank_correlation"] == pytest.approx(-1)
+    assert which_vits.verdicts(rows)["ViT"].startswith("2 of 10 keep 98% of their accuracy (kept: 90.0 to 99.0 %)")
+
+
+def test_the_interval_of_a_rank_correlation_covers_it() -> None:
+    """Pairs of normals with a known Spearman's ρ = 6/π arcsin(r/2): 95 % of the intervals should hold it."""
+    r, n, trials = 0.7, 20, 400
+    truth = 6 / torch.pi * torch.tensor(r / 2).asin().item()
+    generator = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(2, trials, n, generator=generator)
+    y = r * x + (1 - r**2) ** 0.5 * noise
+    held = 0
+    for a, b in zip(x, y, strict=True):
+        low, high = rank_interval(contraction_verdict.rank_correlation(a, b), n) or (1.0, -1.0)
+        held += low < truth < high
+    assert 0.92 <= held / trials <= 0.98
+    assert rank_interval(0.5, 7) is None
+    assert rank_interval(None, 50) is None
+
+
+def test_every_small_teacher_but_swin_is_one_that_a_student_can_follow() -> None:
+    from odevit.teachers.teacher import find_family
+
+    teachers = small_teachers.small_teachers()
+    assert len(teachers) >= 16
+    assert {teacher.depth for teacher in teachers.values()} == {3, 6, 9, 12}
+    assert {teacher.family for teacher in teachers.values()} == {"ViT", "DeiT", "DINO", "DINOv2", "timm", "Swin"}
+    for teacher in teachers.values():
+        if teacher.depth == 3 and teacher.family != "timm":
+            module = teacher.build()
+            assert find_family(module)
+            assert len(small_teachers.answers(module, torch.zeros(2, 1, 8, 8))[0]) == 2
