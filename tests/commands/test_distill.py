@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from odevit.distill.objective import Distillation
 from odevit.distill.student import student_of
 from odevit.recipe import Recipe, recipe_names
 from odevit.teachers.teacher import Teacher, tiny_teacher
+from odevit.training.runlog import read_metrics
 
 RECIPES = recipe_names()
 
@@ -123,30 +123,43 @@ def _one_of_two(rank, port, folder, words):
     os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
     with (folder / f"stdout-{rank}").open("w") as file:
         os.dup2(file.fileno(), 1)
-    original = Path.write_text
+    import odevit.commands.distill as command
 
-    def write_text(path, *arguments, **options):
-        if path.name == "comparison.json":
-            original(folder / f"written-{rank}", path.name)
-        return original(path, *arguments, **options)
+    original = command.write_file
 
-    Path.write_text = write_text
+    def write_file(path, content):
+        (folder / f"written-{rank}").write_text(path.name)
+        original(path, content)
+
+    command.write_file = write_file
     odevit_cli.app(words, standalone_mode=False)
 
 
-def test_of_two_processes_the_first_alone_prints_and_writes(recipe_file, tmp_path):
+def test_of_two_processes_the_first_alone_prints_and_writes(recipe_file, tmp_path, monkeypatch):
+    """With a teacher split among them, and a cache of which each builds and reads its half; one process then reads both
+    halves, and has the same losses."""
     import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = ["distill", "--recipe", str(recipe_file), "--no-report"]
+    options = ["cache=cls", "cache_top=3", "cache_shards=2", "shard_teacher=true", f"cache_folder={tmp_path}/cache"]
+    for assignment in [f"distill.{option}" for option in options] + ["loop.log_every=1"]:
+        words += ["--set", assignment]
     children = [start_child(_one_of_two, rank, port, tmp_path, words) for rank in range(2)]
     assert [wait_for_child(child) for child in children] == [0, 0]
     assert "Side by side" in (tmp_path / "stdout-0").read_text()
     assert (tmp_path / "written-0").exists()
     assert (tmp_path / "stdout-1").read_text() == ""
     assert not (tmp_path / "written-1").exists()
+    assert len(list((tmp_path / "cache").glob("*/classes.npy"))) == 2
+    monkeypatch.setattr("odevit.distill.cache.Builder.build", lambda *_: pytest.fail("built again"))
+    invoke(*words, "--set", f"output={tmp_path}/one")
+    two, one = (read_metrics(tmp_path / name) for name in ("run", "one"))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
+    both = [json.loads((tmp_path / name / "comparison.json").read_text()) for name in ("run", "one")]
+    assert both[0]["agreement"] == both[1]["agreement"]
 
 
 # --- recipes and smoke runs -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from odevit.commands.console import print_comparison
 from odevit.data import Data, load_data
 from odevit.distill.answers import build_answers
 from odevit.distill.objective import build
+from odevit.distill.split_teacher import gather_teacher_
 from odevit.recipe import Recipe, override
 from odevit.teachers.answerer import Answerer
 from odevit.teachers.reading import model_class
@@ -124,6 +125,7 @@ def distill_recipe(
         result = fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=progress_bar)
         if taught_by.checksum() != before:
             raise RuntimeError("the teacher was modified while the student was trained: do not trust this student")
+        gather_teacher_(taught_by)  # the first process alone goes on with it
         if claim.first and faster is not None:
             adopt_cheapest(result.model, *images_to_choose_by(result.model, data), faster)
             write_config(result.model, result.folder / "model")

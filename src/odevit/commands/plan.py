@@ -38,7 +38,7 @@ def plan(
         "multiply-accumulates, one image": f"{numbers['macs_per_image'] / 1e9:,.3f} G",
         "multiply-accumulates, an epoch": f"{numbers['macs_per_epoch'] / 1e15:,.3f} P",
         "memory of a process": f"{numbers['memory_per_process'] / 1e9:,.2f} GB",
-        "cache on disk": f"{numbers['cache'] / 1e9:,.1f} GB",
+        "cache on disk": f"{numbers['cache'] / 1e9:,.2f} GB" + _shared(numbers),
         "images/s, measured here": f"{numbers['images_per_second_here']:,.0f}",
         "hours here": _hours(numbers["hours_here"]),
     }
@@ -61,6 +61,11 @@ def find_source(config: DataConfig, images: int | None) -> Source:
             f"the size of {config.name!r} is not known: give a local folder, or one of {', '.join(SOURCES)}"
         )
     return known if images is None else known._replace(images=images)
+
+
+def _shared(numbers: dict[str, Any]) -> str:
+    each = numbers["cache_per_process"]
+    return f", {each / 1e9:,.2f} GB of each process" if each < numbers["cache"] else ""
 
 
 def _hours(value: float | None) -> str:

@@ -18,6 +18,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from odevit.data.decode import Frame
+from odevit.data.shards import ShardedSplit
 from odevit.data.sources import Table, open_tables
 from odevit.data.splits import MemorySplit, Split, read_splits
 
@@ -170,17 +171,19 @@ def batches(
 ) -> Iterator[Batch]:
     """Batches of one epoch from `start_step` on. `batch_size` counts the images of all processes together.
 
-    The global batch of a step is a function of (seed, epoch, step); each rank gets a contiguous slice of it.
+    The global batch of a step is a function of (seed, epoch, step); each rank gets a contiguous slice of it, of a
+    sharded split the rows of its own parts.
     """
     if batch_size < 1 or batch_size % world_size:
         raise ValueError(f"batch_size must be a positive multiple of the {world_size} processes; got {batch_size}")
     steps = num_batches(len(split), batch_size, drop_last)
     if steps == 0:
         raise ValueError(f"a split of {len(split)} images has no full batch of {batch_size}. Lower batch_size.")
-    order = torch.arange(len(split))
-    if shuffle:
-        generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
-        order = torch.randperm(len(split), generator=generator)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch)) if shuffle else None
+    if isinstance(split, ShardedSplit):
+        order = split.order(batch_size, generator)
+    else:
+        order = torch.randperm(len(split), generator=generator) if shuffle else torch.arange(len(split))
     whole = [order[step * batch_size : (step + 1) * batch_size] for step in range(start_step, steps)]
     starts = [len(indices) * rank // world_size for indices in whole]
     ends = [len(indices) * (rank + 1) // world_size for indices in whole]

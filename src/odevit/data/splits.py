@@ -22,7 +22,10 @@ DECODE_THREADS = 2  # more only wait for each other on small images
 class Split(Protocol):
     """Images and labels of one split."""
 
-    skipped: list[str]  # names of corrupt images met so far
+    @property
+    def skipped(self) -> list[str]:
+        """Names of corrupt images met so far."""
+        ...
 
     @property
     def labels(self) -> Tensor:

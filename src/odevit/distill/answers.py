@@ -10,9 +10,11 @@ from torch import Tensor
 
 from odevit.data import Data, DataConfig, load_data
 from odevit.data.splits import MemorySplit, Split
-from odevit.distill.cache import TrajectoryCache, open_cache
 from odevit.distill.cache_key import Transform
+from odevit.distill.cache_shards import Cache, cache_of
 from odevit.distill.losses import answer_divergence
+from odevit.distill.split_teacher import shard_teacher_
+from odevit.distill.top import TopLogits
 from odevit.teachers.answerer import Answerer
 from odevit.training.classifiers import build_classifier, load_classifier
 from odevit.training.integration import Integration
@@ -24,7 +26,7 @@ LOSSES = ("kl", "cross_entropy")
 class AnswerDistillation:
     """The objective: KL to the teacher's answers, cached or online, and cross-entropy where labels may be used."""
 
-    def __init__(self, teacher: Answerer, config: Any, cache: TrajectoryCache | None = None):
+    def __init__(self, teacher: Answerer, config: Any, cache: Cache | None = None):
         self.teacher, self.config, self.cache = teacher, config, cache
 
     def training_data(self, data: Data) -> Data:
@@ -50,8 +52,8 @@ class AnswerDistillation:
         evaluations = getattr(output, "evaluations", None)
         return Terms(losses, output.logits, None if evaluations is None else max(evaluations))
 
-    def answers(self, model: Any, images: Tensor, indices: Tensor) -> Tensor:
-        """The teacher's logits (b, classes) of a batch."""
+    def answers(self, model: Any, images: Tensor, indices: Tensor) -> Tensor | TopLogits:
+        """The teacher's logits (b, classes) of a batch, or the largest of them."""
         if self.cache is not None:
             logits = self.cache.trace(indices).logits
             assert logits is not None
@@ -73,6 +75,8 @@ def build_answers(
     if teacher.num_labels != len(data.class_names):
         raise ValueError(f"the teacher answers with {teacher.num_labels} classes, the data has {len(data.class_names)}")
     student = build_classifier(recipe.model, data, recipe.data)
+    if config.shard_teacher:
+        shard_teacher_(config, recipe.loop.monitor_every, teacher)
     train = data.train
     if config.extra_images:
         if config.losses.get("cross_entropy"):
@@ -88,8 +92,7 @@ def build_answers(
         image_size=teacher.image_size, mean=teacher.mean, std=teacher.std, augment=recipe.augment,
         views=config.cache_views, seed=recipe.seed,
     )  # fmt: skip
-    cache = open_cache(config.cache_folder, teacher, train, transform, tokens="logits")
-    return student, AnswerDistillation(teacher, config, cache)
+    return student, AnswerDistillation(teacher, config, cache_of(config, teacher, train, transform))
 
 
 def with_extra_images(train: Split, name: str) -> MemorySplit:

@@ -1,9 +1,11 @@
 """The trajectory cache: a teacher runs once per image and view, and its states are read back from disk from then on.
 
-A cache is a folder `CACHE_FOLDER/KEY` of plain .npy files, one row per view of an image: `images` (uint8, augmented),
-`labels`, `states` (float16), `logits` (float32, when the teacher has some), and `meta.json`. KEY is the sha256 of all
-that the rows depend on: teacher, data, transform, tokens. Another teacher or transform is another folder, so that a
-stale cache is never read. Rows are appended chunk by chunk; a killed build goes on behind the last whole chunk.
+A cache is a folder `CACHE_FOLDER/KEY` of plain .npy files, one row per view of an image: `images` (uint8, augmented;
+left out where nothing augments them: they are the data's own), `labels`, `states` (float16), `logits` (float32, when
+the teacher has some; or the largest of them with their `classes` and the `rest`, see `top`), and `meta.json`. KEY is
+the sha256 of all that the rows depend on: teacher, data, transform, tokens. Another teacher or transform is another
+folder, so that a stale cache is never read. Rows are appended chunk by chunk; a killed build goes on behind the last
+whole chunk.
 
 Shapes: N images, V views, D teacher blocks, n tokens kept (1 for "cls", 1 + M + E for "all"), d width.
 """
@@ -17,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +27,11 @@ from torch import Tensor
 
 from odevit.atomic import write_file
 from odevit.data import derive_seed, prepare
-from odevit.data.augment import Augment
+from odevit.data.augment import OPERATIONS, Augment
 from odevit.data.splits import MemorySplit, Split
 from odevit.distill.cache_key import Transform, describe
+from odevit.distill.top import TopLogits, keep_top
 from odevit.parse import UnreadableError, read_json
-from odevit.teachers.teacher import TeacherTrace
 
 TOKENS = ("cls", "all", "logits")  # of a state: CLS, all of them, or no states at all
 META = "meta.json"
@@ -38,10 +40,20 @@ TEACHER_BATCH = 64
 LARGEST_HALF = float(torch.finfo(torch.float16).max)  # 65504
 
 
-class TrajectoryCache:
-    """A finished cache. `split`: the views as images to train on; `trace`: what the teacher made of them."""
+class CachedTrace(NamedTuple):
+    """What is left of a teacher's trace. No attention."""
 
-    def __init__(self, folder: Path, skipped: list[str] | None = None):
+    states: list[Tensor]  # D + 1 of (b, n, d), none when only answers are cached
+    logits: Tensor | TopLogits | None
+    attention: None = None
+
+
+class TrajectoryCache:
+    """A finished cache. `split`: the views as images to train on; `trace`: what the teacher made of them.
+
+    train: the split it was made from."""
+
+    def __init__(self, folder: Path, train: Split):
         def rows(name: str) -> Tensor:
             # copy-on-write: torch wants memory it may write to, the file stays as it is
             return torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c"))
@@ -49,15 +61,20 @@ class TrajectoryCache:
         self.folder = folder
         self.states = rows("states") if (folder / "states.npy").exists() else None  # (N·V, D + 1, n, d)
         self.logits = rows("logits") if (folder / "logits.npy").exists() else None
-        self.split = MemorySplit(rows("images"), rows("labels").clone(), skipped or [])
+        self.top = (rows("classes"), rows("rest")) if (folder / "classes.npy").exists() else None
+        self.labels, self.split = rows("labels").clone(), train
+        if (folder / "images.npy").exists():
+            self.split = MemorySplit(rows("images"), self.labels, train.skipped)
 
-    def trace(self, indices: Tensor) -> TeacherTrace:
-        """The teacher's float32 trace of rows (b,) of `split`, on the device of `indices`. It has no attention."""
-        logits = None if self.logits is None else self.logits[indices.cpu()].to(indices.device)
-        if self.states is None:
-            return TeacherTrace([], None, logits)
-        states = self.states[indices.cpu()].to(indices.device).float()
-        return TeacherTrace(list(states.unbind(1)), None, logits)
+    def trace(self, indices: Tensor) -> CachedTrace:
+        """The teacher's float32 trace of rows (b,) of `split`, on the device of `indices`."""
+        here, device = indices.cpu(), indices.device
+        logits: Any = None if self.logits is None else self.logits[here].to(device)
+        if self.top is not None:
+            classes, rest = (column[here].to(device) for column in self.top)
+            logits = TopLogits(logits, classes.long(), rest)
+        states = [] if self.states is None else list(self.states[here].to(device).float().unbind(1))
+        return CachedTrace(states, logits)
 
 
 def tell(text: str) -> None:
@@ -71,27 +88,44 @@ def open_cache(
     transform: Transform,
     *,
     tokens: str = "cls",
+    top: int = 0,
+    temperature: float = 1.0,
     say: Callable[[str], None] = tell,
 ) -> TrajectoryCache:
     """The cache of this teacher on this split, built (or its building continued) when it is not complete.
 
     Several processes may ask at once: one builds, the others wait for it.
+    top: keep so many of the largest logits, and of the others their sum at this temperature; 0: all of them.
     """
-    from filelock import FileLock
-
     if tokens not in TOKENS:
         raise ValueError(f"tokens to cache must be one of {', '.join(TOKENS)}, got {tokens!r}")
-    content = describe(teacher, train, transform, tokens)
+    content = describe(teacher, train, transform, tokens, top, temperature)
+    return open_part(parent, content, teacher, train, transform, say=say)
+
+
+def open_part(
+    parent: str | Path,
+    content: dict[str, Any],
+    teacher: Any,
+    part: Split,
+    transform: Transform,
+    *,
+    start: int = 0,
+    say: Callable[[str], None] = tell,
+) -> TrajectoryCache:
+    """The cache of a part of the training images, from number `start` on, under the name that `content` gives it."""
+    from filelock import FileLock
+
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     folder = Path(parent) / key[:20]
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        builder = Builder(folder, key, content, teacher, train, transform, tokens)
+        builder = Builder(folder, key, content, teacher, part, transform, start)
         if builder.rows_done < builder.rows:
             builder.check_space(say)
             builder.build()
-    cache = TrajectoryCache(folder, train.skipped)
-    if not torch.equal(cache.split.labels, train.labels.repeat(transform.views)):
+    cache = TrajectoryCache(folder, part)
+    if not torch.equal(cache.labels, part.labels.repeat(transform.views)):
         raise UnreadableError(f"{folder} is damaged: its labels are not those of the data. Remove the folder")
     return cache
 
@@ -145,24 +179,25 @@ class Builder:
         teacher: Any,
         train: Split,
         transform: Transform,
-        tokens: str,
+        start: int = 0,
     ):
-        self.folder, self.key, self.content = folder, key, content
+        self.folder, self.key, self.content, self.start = folder, key, content, start
         self.teacher, self.train, self.transform = teacher, train, transform
-        count, views = len(train), transform.views
+        count, views, tokens = len(train), transform.views, content["tokens"]
+        self.top, self.temperature = content.get("top", (0, 1.0))
         self.rows = count * views
         self.kept = {"cls": 1, "logits": 0}.get(tokens, -1)
         if tokens == "all":
             self.kept = 1 + teacher.num_patches + teacher.extra_tokens
-        first = train.fetch(torch.tensor([0]))[0]
-        shapes: dict[str, tuple[tuple[int, ...], str]] = {
-            "images": (tuple(first.shape[1:]), "u1"),
-            "labels": ((), "<i8"),
-        }
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {"labels": ((), "<i8")}
+        if any(getattr(transform.augment, name) for name in OPERATIONS):
+            shapes["images"] = (tuple(train.fetch(torch.tensor([0]))[0].shape[1:]), "u1")
         if self.kept:
             shapes["states"] = ((teacher.depth + 1, self.kept, teacher.width), "<f2")
         if teacher.num_labels:
-            shapes["logits"] = ((teacher.num_labels,), "<f4")
+            shapes["logits"] = ((self.top or teacher.num_labels,), "<f4")
+        if self.top:
+            shapes |= {"classes": ((self.top,), "<i2" if teacher.num_labels <= 2**15 else "<i4"), "rest": ((), "<f4")}
         self.columns = {name: Column(folder, name, self.rows, *spec) for name, spec in shapes.items()}
         starts = [(view, start) for view in range(views) for start in range(0, count, CHUNK)]
         self.chunks = [(view, start, min(start + CHUNK, count)) for view, start in starts]
@@ -205,7 +240,7 @@ class Builder:
         augment = Augment(self.transform.augment, num_classes=int(self.train.labels.max()) + 1)
         fetched = self.train.stream([torch.arange(start, end) for _, start, end in todo])
         for (view, start, end), (images, labels) in _shown(zip(todo, fetched, strict=True), len(todo)):
-            seed = derive_seed(self.transform.seed, "view", view, start)
+            seed = derive_seed(self.transform.seed, "view", view, self.start + start)
             pixels = as_bytes(augment(images, labels, seed=seed)[0])
             rows = {"images": pixels, "labels": labels, **self.observe(pixels)}
             try:
@@ -228,7 +263,7 @@ class Builder:
             for batch in pixels.split(TEACHER_BATCH):
                 images = prepare(batch.to(device), transform.image_size, transform.mean, transform.std)
                 logits.append(self.teacher.answer(images).float().cpu())
-            return {"logits": torch.cat(logits)}
+            return self.answers(logits)
         for batch in pixels.split(TEACHER_BATCH):
             trace = self.teacher.trace(prepare(batch.to(device), transform.image_size, transform.mean, transform.std))
             states.append(torch.stack([state[:, : self.kept] for state in trace.states], dim=1).cpu())
@@ -240,7 +275,14 @@ class Builder:
                 f"the teacher's states reach {largest:g}, half precision only {LARGEST_HALF:g}: they cannot be cached. "
                 "Set distill.cache=none"
             )
-        return {"states": torch.cat(states).half()} | ({"logits": torch.cat(logits)} if logits else {})
+        return {"states": torch.cat(states).half(), **self.answers(logits)}
+
+    def answers(self, logits: list[Tensor]) -> dict[str, Tensor]:
+        """The columns of batches of logits (b, classes)."""
+        if not logits or not self.top:
+            return {"logits": torch.cat(logits)} if logits else {}
+        values, classes, rest = keep_top(torch.cat(logits), self.top, self.temperature)
+        return {"logits": values, "classes": classes, "rest": rest}
 
     def write_meta(self, rows_done: int) -> None:
         record = {"key": self.key, "rows": self.rows, "rows_done": rows_done, "content": self.content}

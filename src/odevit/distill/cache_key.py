@@ -44,8 +44,11 @@ class Transform:
             )
 
 
-def describe(teacher: Any, train: Split, transform: Transform, tokens: str) -> dict[str, Any]:
-    """Everything that the rows of a cache depend on."""
+def describe(
+    teacher: Any, train: Split, transform: Transform, tokens: str, top: int = 0, temperature: float = 1.0
+) -> dict[str, Any]:
+    """Everything that the rows of a cache depend on. As many top logits as there are classes are all of them."""
+    kept = {"top": [top, temperature]} if 0 < top < teacher.num_labels else {}
     return {
         "format": FORMAT,
         "teacher": teacher.checksum(),
@@ -55,6 +58,7 @@ def describe(teacher: Any, train: Split, transform: Transform, tokens: str) -> d
         "data": digest(train),
         "transform": json.loads(json.dumps(asdict(transform))),
         "tokens": tokens,
+        **kept,
     }
 
 
@@ -71,7 +75,9 @@ def settings(module: nn.Module) -> str:
         plain = {key: _plain(value) for key, value in vars(part).items() if not key.startswith("_")}
         config: Any = getattr(part, "config", None)
         plain["config"] = _plain(config.to_dict()) if hasattr(config, "to_dict") else None
-        found.append([name, type(part).__qualname__, {key: value for key, value in plain.items() if key not in NAMES}])
+        # a model that is split among processes is the same model
+        kind = next(kind for kind in type(part).__mro__ if not kind.__name__.startswith("FSDP"))
+        found.append([name, kind.__qualname__, {key: value for key, value in plain.items() if key not in NAMES}])
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from odevit.distill.top import TopLogits, lumped
 from odevit.dynamics.bounds import jasmin as jasmin_of
 from odevit.registry import Registry
 
@@ -26,7 +27,7 @@ class Meeting:
     teacher: Tensor  # (L, b, 1 + M + E, d) teacher states at the matched layers; (L, b, 1, d) when only CLS is cached
     weights: Tensor  # (L, 1 + M + E), or (L, 1), of the teacher's tokens in each layer
     logits: Tensor  # (b, classes) of the student
-    teacher_logits: Tensor | None
+    teacher_logits: Tensor | TopLogits | None
     teacher_attention: Tensor | None  # (b, h, M)
     targets: Tensor  # (b, classes)
     temperature: float = 1.0
@@ -90,9 +91,14 @@ def jasmin(meeting: Meeting) -> Tensor:
     return jasmin_of(meeting.model.odevit.attention_maps(meeting.path))
 
 
-def answer_divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(teacher ‖ student) of logits (b, classes) at a temperature, times its square (Hinton et al. 2015)."""
-    said, meant = torch.log_softmax(student / temperature, dim=-1), torch.log_softmax(teacher / temperature, dim=-1)
+def answer_divergence(student: Tensor, teacher: Tensor | TopLogits, temperature: float) -> Tensor:
+    """KL(teacher ‖ student) of logits (b, classes) at a temperature, times its square (Hinton et al. 2015).
+
+    Of a teacher of whom only the top is known: over these classes and all the others as one, see `top`."""
+    if isinstance(teacher, TopLogits):
+        said, meant = lumped(student, teacher, temperature)
+    else:
+        said, meant = torch.log_softmax(student / temperature, dim=-1), torch.log_softmax(teacher / temperature, dim=-1)
     return nnf.kl_div(said, meant, reduction="batchmean", log_target=True) * temperature**2
 
 

@@ -8,7 +8,7 @@ Shapes: b batch, D teacher blocks, M patches, E extra tokens of the teacher, R r
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from odevit.data import Data, derive_seed
-from odevit.distill.cache import TrajectoryCache, open_cache
+from odevit.distill.cache import CachedTrace
 from odevit.distill.cache_key import Transform
+from odevit.distill.cache_shards import Cache, ShardedCache, cache_of, evenly
 from odevit.distill.losses import LOSSES, Meeting
 from odevit.distill.meeting import (
     PLACEMENTS,
@@ -28,6 +29,7 @@ from odevit.distill.meeting import (
     token_groups,
     unroll,
 )
+from odevit.distill.split_teacher import shard_teacher_
 from odevit.distill.student import student_of
 from odevit.dynamics.arrival import answer_head, distance_and_radius
 from odevit.dynamics.monitor import spread
@@ -37,6 +39,7 @@ from odevit.teachers.teacher import Teacher, TeacherTrace, load_teacher
 from odevit.training.evaluation import model_input
 from odevit.training.integration import Integration
 from odevit.training.objectives import Terms
+from odevit.training.sharding import summed
 
 LAYER_WEIGHTS = ("none", "variance", "last")
 MEASURED_AT_ONCE = 64  # images
@@ -65,6 +68,9 @@ class DistillConfig:
     cache: str = "none"  # "none" (teacher online); what is kept on disk of its states: "cls", "all", or "logits" alone
     cache_views: int = 1  # augmented versions of each image in the cache; an epoch goes through all of them
     cache_folder: str = "cache"
+    cache_top: int = 0  # of each answer, keep so many of the largest logits and the sum of the others; 0: all of it
+    cache_shards: int = 1  # parts of the cache, of which each of torchrun's processes builds and reads its own
+    shard_teacher: bool = False  # split the teacher among torchrun's processes (FSDP2) instead of a copy each
     sample: int = 2048  # training images from which distances and variances are measured
 
     def __post_init__(self) -> None:
@@ -86,7 +92,7 @@ class DistillConfig:
         for name in ("collocation", "forcing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"distill.{name} is a share of the run, between 0 and 1; got {getattr(self, name)}")
-        for name in ("kl_temperature", "sample", "cache_views"):
+        for name in ("kl_temperature", "sample", "cache_views", "cache_shards"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"distill.{name} must be positive, got {getattr(self, name)}")
         self._check_cache()
@@ -101,6 +107,10 @@ class DistillConfig:
             raise ValueError("distill.extra_images are for distill.match: answers")
 
     def _check_cache(self) -> None:
+        if self.cache_top < 0:
+            raise ValueError(f"distill.cache_top must be 0 (all logits) or positive, got {self.cache_top}")
+        if self.cache == "none" and (self.cache_top or self.cache_shards > 1):
+            raise ValueError("distill.cache_top and cache_shards are for a cache: set distill.cache to logits or cls")
         wanted = {name for name, weight in self.losses.items() if weight}
         if self.cache != "none" and "attention" in wanted:
             raise ValueError("the attention loss needs the teacher online, attention is not cached: distill.cache=none")
@@ -119,8 +129,10 @@ class TeacherStatistics(NamedTuple):
     variances: Tensor
 
 
-def measure_teacher(traces: Iterable[TeacherTrace]) -> TeacherStatistics:
-    """Statistics over the images of all traces, in float64."""
+def measure_teacher(
+    traces: Iterable[TeacherTrace | CachedTrace], everyone: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> TeacherStatistics:
+    """Statistics over the images of all traces, in float64. everyone: sums over processes that have other images."""
     count, distances, total, squares = 0, torch.tensor(0.0), torch.tensor(0.0), torch.tensor(0.0)
     for trace in traces:
         states = torch.stack(trace.states).cpu().double()  # (D + 1, b, n, d)
@@ -128,6 +140,8 @@ def measure_teacher(traces: Iterable[TeacherTrace]) -> TeacherStatistics:
         distances = distances + states[:, :, 0].diff(dim=0).norm(dim=-1).sum(dim=1)
         total = total + states[1:].sum(dim=1)  # (D, n, d)
         squares = squares + states[1:].square().sum(dim=(1, 3))  # (D, n)
+    count = int(everyone(torch.tensor(count)))
+    distances, total, squares = (everyone(tensor) for tensor in (distances, total, squares))
     return TeacherStatistics(distances / count, squares / count - (total / count).square().sum(dim=-1))
 
 
@@ -171,6 +185,8 @@ def build(
     torch.manual_seed(derive_seed(recipe.seed, "initial weights"))  # whatever loading the teacher has drawn
     student = student_of(teacher, freeze_head=config.freeze_head, **options)
     check_plan(config, teacher, student)
+    if config.shard_teacher:
+        shard_teacher_(config, recipe.loop.monitor_every, teacher)
     cache = None
     if config.cache != "none":
         transform = Transform(
@@ -181,8 +197,12 @@ def build(
             views=config.cache_views,
             seed=recipe.seed,
         )
-        cache = open_cache(config.cache_folder, teacher, data.train, transform, tokens=config.cache)
-    statistics = measure_teacher(sample_traces(student, teacher, cache, data, config.sample))
+        cache = cache_of(config, teacher, data.train, transform)
+    traces = sample_traces(student, teacher, cache, data, config.sample)
+    if isinstance(cache, ShardedCache):
+        statistics = measure_teacher(traces, lambda tensor: summed(tensor, device))
+    else:
+        statistics = measure_teacher(traces)
     student.config.meeting_times = meeting_times(
         statistics.distances,
         horizon=student.config.horizon,
@@ -214,12 +234,16 @@ def check_plan(config: DistillConfig, teacher: Teacher, student: OdeViTForImageC
 
 
 def sample_traces(
-    student: OdeViTForImageClassification, teacher: Teacher, cache: TrajectoryCache | None, data: Data, sample: int
-) -> Iterator[TeacherTrace]:
-    """The teacher's traces of up to `sample` training images, spread evenly over the split (or its cached views)."""
+    student: OdeViTForImageClassification, teacher: Teacher, cache: Cache | None, data: Data, sample: int
+) -> Iterator[TeacherTrace | CachedTrace]:
+    """The teacher's traces of up to `sample` training images, spread evenly over the split (or its cached views; of
+    a cache in parts, those that lie in the parts of this process)."""
     device = next(teacher.parameters()).device
-    count = len(data.train) if cache is None else len(cache.split)
-    rows = torch.linspace(0, count - 1, min(sample, count)).round().long().split(MEASURED_AT_ONCE)
+    if isinstance(cache, ShardedCache):
+        chosen = cache.sample(sample)
+    else:
+        chosen = evenly(len(data.train if cache is None else cache.split), sample)
+    rows = chosen.split(MEASURED_AT_ONCE)
     if cache is not None:
         yield from map(cache.trace, rows)
         return
@@ -238,7 +262,7 @@ class Distillation:
         teacher: Teacher,
         config: DistillConfig,
         statistics: TeacherStatistics,
-        cache: TrajectoryCache | None = None,
+        cache: Cache | None = None,
     ):
         self.teacher, self.config, self.statistics, self.cache = teacher, config, statistics, cache
         self.weights = layer_weights(config.layer_weights, statistics.variances, teacher.num_patches)  # (D, n)
@@ -309,7 +333,7 @@ class Distillation:
 
     def observe(
         self, model: OdeViTForImageClassification, images: Tensor, indices: Tensor, attention: bool = False
-    ) -> TeacherTrace:
+    ) -> TeacherTrace | CachedTrace:
         """The teacher's trace of a batch: from the cache when there is one, else by running it where the images are."""
         if self.cache is not None:
             return self.cache.trace(indices)

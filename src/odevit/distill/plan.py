@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from odevit.data import Data
+from odevit.data.augment import OPERATIONS
 from odevit.data.splits import MemorySplit
 from odevit.distill.student import student_of
+from odevit.distill.top import bytes_of_top
 from odevit.dynamics.cost import count_macs, count_parameters
 from odevit.teachers.teacher import Teacher, load_teacher
 from odevit.training.classifiers import build_classifier
@@ -44,9 +46,12 @@ SOURCES = {
 
 # hub name → (class in transformers, fields that differ from its default config)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "facebook/dinov2-small": ("Dinov2", {"hidden_size": 384, "num_attention_heads": 6}),
-    "facebook/dinov2-base": ("Dinov2", {}),
-    "facebook/dinov2-large": ("Dinov2", {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 24}),
+    "facebook/dinov2-small": ("Dinov2", {"patch_size": 14, "hidden_size": 384, "num_attention_heads": 6}),
+    "facebook/dinov2-base": ("Dinov2", {"patch_size": 14}),
+    "facebook/dinov2-base-imagenet1k-1-layer": ("Dinov2", {"patch_size": 14}),
+    "facebook/dinov2-large": (
+        "Dinov2", {"patch_size": 14, "hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 24},
+    ),
     "google/vit-base-patch16-224": ("ViT", {}),
     "facebook/dino-vitb16": ("ViT", {}),
     "facebook/deit-tiny-patch16-224": (
@@ -122,12 +127,16 @@ def state_bytes(trainable: int, total: int, optim: OptimConfig) -> int:
 
 
 def cache_bytes(recipe: Any, source: Source, student: Any, teacher: Teacher | None) -> int:
-    """Of the trajectory cache: images, answers (or their top k), states."""
+    """Of the trajectory cache: images where they are augmented, answers (or their top k), states."""
     config = recipe.distill
     if config is None or config.cache == "none":
         return 0
-    side = recipe.data.image_size or source.size
-    row = source.channels * side * side + 8 + BYTES * student.config.num_labels
+    side, classes = recipe.data.image_size or source.size, student.config.num_labels
+    row = 8  # the label
+    if any(getattr(recipe.augment, name) for name in OPERATIONS):  # else the images are the data's own
+        row += source.channels * side * side
+    if teacher is None or teacher.num_labels:
+        row += bytes_of_top(config.cache_top, classes) if 0 < config.cache_top < classes else BYTES * classes
     if teacher is not None and config.cache in ("cls", "all"):
         tokens = 1 if config.cache == "cls" else 1 + teacher.num_patches + teacher.extra_tokens
         row += 2 * (teacher.depth + 1) * tokens * teacher.width
@@ -181,6 +190,8 @@ def make_plan(recipe: Any, source: Source, *, processes: int = 1, tflops: float 
         activations /= largest
     batch = -(-recipe.optim.batch_size // (processes * recipe.optim.accumulate))
     teacher_bytes = 0 if teacher is None else BYTES * sum(p.numel() for p in teacher.parameters())
+    if recipe.distill is not None and recipe.distill.shard_teacher:
+        teacher_bytes //= processes
     states = state_bytes(parameters["trainable"], parameters["total"], recipe.optim)
     speed = images_per_second(student, teacher if online else None, recipe, per_image)
     caching = 0 if recipe.distill is None or recipe.distill.cache == "none" else rows * teacher_macs
@@ -197,7 +208,8 @@ def make_plan(recipe: Any, source: Source, *, processes: int = 1, tflops: float 
         "macs_per_epoch": per_image * rows,
         "macs_in_all": total,
         "memory_per_process": states + activations * batch + teacher_bytes,
-        "cache": cache_bytes(recipe, source, student, teacher),
+        "cache": (cache := cache_bytes(recipe, source, student, teacher)),
+        "cache_per_process": cache / (processes if recipe.distill and recipe.distill.cache_shards > 1 else 1),
         "images_per_second_here": speed,
         "hours_here": None if epochs is None else epochs * rows / speed / 3600,
         "hours_there": there,

@@ -22,6 +22,7 @@ class Answerer(nn.Module):
         self.training = False
         self.image_size: int = module.config.image_size
         self.num_labels: int = module.config.num_labels
+        self.num_channels: int = getattr(module.config, "num_channels", len(mean))
         self.mean = tuple(getattr(module.config, "image_mean", None) or mean)
         self.std = tuple(getattr(module.config, "image_std", None) or std)
         self.family = type(module).__name__

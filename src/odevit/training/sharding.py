@@ -1,16 +1,39 @@
-"""Models too large for one device: FSDP2 splits every parameter among the processes (`loop.fsdp: true`).
+"""Models too large for one device: FSDP2 splits every parameter among the processes (`loop.fsdp: true`), of a frozen
+teacher too (`distill.shard_teacher: true`).
 
 Checkpoints know nothing of it: state is gathered before it is written and scattered after it is read, so that a run can
 be resumed on another number of processes, or without FSDP. Gathering and scattering are done by all processes together.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from odevit.training.config import RunConfig
+
+
+class Processes(NamedTuple):
+    """Which of torchrun's processes this is, of how many."""
+
+    rank: int = 0
+    total: int = 1
+
+
+def processes() -> Processes:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return Processes()
+    return Processes(torch.distributed.get_rank(), torch.distributed.get_world_size())
+
+
+def summed(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """The sum over all processes, on the CPU."""
+    if processes().total == 1:
+        return tensor
+    total = tensor.to(device)
+    torch.distributed.all_reduce(total)
+    return total.cpu()
 
 
 def check_shardable(config: RunConfig) -> None:
