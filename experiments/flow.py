@@ -1,6 +1,7 @@
 """From scratch on CIFAR-10 at equal wall-clock: what makes a flow of it, what carries accuracy, and CCT beside it.
 
     python experiments/flow.py ablation --minutes 9 --seeds 0 1 --set data.name=DIRECTORY --share 1/2  # beside it 2/2
+    python experiments/flow.py screen --minutes 6 --set data.name=DIRECTORY --share 1/2
     python experiments/flow.py peers --minutes 30 --seeds 0 1 --set data.name=DIRECTORY --share 1/2
     python experiments/flow.py ablation --minutes 9 --seeds 0 1                       # all are done: the table
 
@@ -47,6 +48,36 @@ FLOW = {"step_schedule": [[0, [3, 4, 5, 6, 7, 8, 9]]]}
 SHORT = {"step_schedule": [[0, [2, 3, 4, 5, 6]]]}
 WIDE = {"hidden_size": 128}
 Arm = tuple[dict[str, Any], dict[str, Any]]  # fields of the model, and of the loop
+# One change each to the recipe cifar10/scratch, chosen on held-out training images.
+SCREENED: dict[str, list[str]] = {
+    "as it is": [],
+    "batch 64": ["optim.batch_size=64"],
+    "batch 256": ["optim.batch_size=256"],
+    "Muon's rate 1e-3": ["optim.muon_lr=1e-3"],
+    "Muon's rate 8e-3": ["optim.muon_lr=8e-3"],
+    "Muon's rate 1.6e-2": ["optim.muon_lr=1.6e-2"],
+    "Muon's decay 0.1": ["optim.muon_weight_decay=0.1"],
+    "Muon's decay 2": ["optim.muon_weight_decay=2"],
+    "AdamW's rate 5e-3": ["optim.lr=5e-3"],
+    "depth 3": ["model.depth=3"],
+    "depth 12": ["model.depth=12"],
+    "MLP of 1": ["model.mlp_ratio=1"],
+    "MLP of 4": ["model.mlp_ratio=4"],
+    "width 96": ["model.hidden_size=96"],
+    "width 160": ["model.hidden_size=160"],
+    "2 heads": ["model.num_attention_heads=2"],
+    "8 heads": ["model.num_attention_heads=8"],
+    "4 registers": ["model.num_registers=4"],
+    "mean as read-out": ["model.pool=mean"],
+    "two fields": ["model.num_fields=2"],
+    "K from 1…4": ["loop.step_schedule=[[0, [1, 2, 3, 4]]]"],
+    "K from 1…3, late 2…6": ["loop.step_schedule=[[0, [1, 2, 3]], [0.6, [2, 3, 4, 5, 6]]]"],
+    "no label smoothing": ["optim.label_smoothing=0"],
+    "averaging over 0.99": ["optim.ema=0.99"],
+    "flip alone": ["augment.crop=0"],
+    "cutmix": ["augment.cutmix=1"],
+    "mixup": ["augment.mixup=0.2"],
+}
 STUDIES: dict[str, dict[str, Arm]] = {
     "ablation": {
         "today: strided stem, CenterNorm, CLS, K = 6": (TODAY, {}),
@@ -67,19 +98,23 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "ours, width 128": ({**OURS, **WIDE}, SHORT),
         "CCT-2/3x2, width 128": ({"cct": 128}, {}),
     },
+    "screen": dict.fromkeys(SCREENED, ({**OURS, **WIDE}, SHORT)),
 }
 
 
-def run_arm(arm: Arm, assignments: list[str], folder: Path) -> dict[str, Any]:
+def recipe_of(fields: dict[str, Any], loop: dict[str, Any], assignments: list[str]) -> Recipe:
+    values = {**RECIPE, "loop": {**RECIPE["loop"], **loop}, "model": fields}
+    return Recipe.from_dict(override(values, assignments))
+
+
+def run_arm(arm_and_changes: tuple[Arm, list[str]], assignments: list[str], folder: Path) -> dict[str, Any]:
     """Train an arm, or go on with it, and measure it at all settings; read what is there already."""
     path = folder / "settings.json"
     if path.exists():
         return json.loads(path.read_text())
-    fields, loop = dict(arm[0]), arm[1]
-    values = {**RECIPE, "loop": {**RECIPE["loop"], **loop}, "model": fields, "output": str(folder)}
-    if width := fields.get("cct"):
-        values["model"] = {}
-    recipe = Recipe.from_dict(override(values, assignments))
+    (fields, loop), changes = arm_and_changes
+    width = fields.get("cct")
+    recipe = recipe_of({} if width else fields, loop, [*changes, f"output={folder}", *assignments])
     data = load_data(recipe.data)
     model = CctForImageClassification(CctConfig(width=width, num_labels=len(data.class_names))) if width else None
     result = train_recipe(recipe, model=model, data=data, resume=True)
@@ -98,7 +133,9 @@ def run_arm(arm: Arm, assignments: list[str], folder: Path) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__ or "", STUDIES, minutes=9, output="runs/flow")
     options = parser.parse_args(arguments)
-    rows = run_study(parser, options, STUDIES[options.study], run_arm, title=options.study)
+    changes = SCREENED if options.study == "screen" else {}
+    arms = {name: (arm, changes.get(name, [])) for name, arm in STUDIES[options.study].items()}
+    rows = run_study(parser, options, arms, run_arm, title=options.study)
     columns = ["model", *SETTINGS, *(["test"] if options.study == "peers" else [])]
     print(f"{options.study}, {options.minutes:g} minutes each, 2,000 held-out images, top-1 in %\n")
     print(f"| | parameters | epochs | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")

@@ -7,6 +7,7 @@ from typing import Any
 import contraction_hypothesis
 import contraction_verdict
 import distillation as distillation_script
+import flow as flow_script
 import pytest
 import small_teachers
 import stability as stability_script
@@ -14,6 +15,7 @@ import torch
 import which_vits
 from studies import rank_interval
 
+from odevit import OdeViTConfig
 from odevit.recipe import Recipe
 
 
@@ -39,6 +41,35 @@ def test_contraction_hypothesis_runs(tmp_path: Path, capsys: Any) -> None:
     for family in ("small features", "quiet directions"):  # one student: the head is all that differs
         assert all(row["distance"] == pytest.approx(base["distance"]) for row in rows[family])
     assert rows["budget"][-1]["agreement"] == base["agreement"]
+
+
+def test_every_arm_that_is_screened_changes_one_thing() -> None:
+    fields, loop = flow_script.STUDIES["screen"]["as it is"]
+    recipes = [
+        flow_script.recipe_of(fields, loop, [*changes, "optim.minutes=1"]) for changes in flow_script.SCREENED.values()
+    ]
+    assert all(recipe != recipes[0] for recipe in recipes[1:])
+    assert all(len(changes) == 1 for changes in list(flow_script.SCREENED.values())[1:])
+    for recipe in recipes:
+        OdeViTConfig(**recipe.model)  # can be built
+
+
+def test_an_arm_is_trained_and_measured_once(tmp_path: Path, capsys: Any) -> None:
+    small = [
+        "data.name=digits",
+        "data.image_size=8",
+        "model.image_size=8",
+        "model.patch_size=2",
+        "model.num_channels=1",
+    ]
+    budget = ["optim.minutes=null", "optim.steps=1", "optim.batch_size=16", "data.limit=60"]
+    arguments = ["screen", "--only", "batch 64", "--output", str(tmp_path)]
+    for assignment in (*small, *budget):
+        arguments += ["--set", assignment]
+    rows = flow_script.main(arguments)
+    assert set(flow_script.SETTINGS) < set(rows["batch 64 (seed 0)"])
+    assert "| batch 64 (seed 0) |" in capsys.readouterr().out
+    assert flow_script.main(arguments) == rows  # only read
 
 
 def test_rank_correlation() -> None:
