@@ -67,6 +67,7 @@ def arms(data: str) -> dict[str, dict[str, Arm]]:
             "damping 0.5": Arm(softmax, ("model.damping=0.5",)),
             "damping 2": Arm(softmax, ("model.damping=2",)),
             "JaSMin 0.1": Arm(softmax, ("penalties.jasmin=0.1",)),
+            "JaSMin 0.01": Arm(softmax, ("penalties.jasmin=0.01",)),
         },
     }
 
