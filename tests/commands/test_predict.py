@@ -202,7 +202,7 @@ def test_a_calibrated_model_stops_early_and_says_so(model, images, tmp_path):
     network.save_pretrained(tmp_path / "calibrated")
     found = records(invoke("predict", tmp_path / "calibrated", images, "--json"))
     assert {record["steps"] for record in found} == {1}
-    assert "arrived after 1 steps" in invoke("predict", tmp_path / "calibrated", images).output
+    assert "arrived after step 1" in invoke("predict", tmp_path / "calibrated", images).output
     chosen = records(invoke("predict", tmp_path / "calibrated", images, "--json", "--steps", "3"))
     assert all("steps" not in record for record in chosen)
     invoke("predict", tmp_path / "calibrated", images, "--attention", tmp_path / "a.png")

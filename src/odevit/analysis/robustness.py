@@ -111,7 +111,7 @@ def verdict(
     """
     base = points[training]
     if base.diverged:
-        raise ValueError(f"the state is infinite at the training setting ({_name(base)}): there is nothing to compare")
+        raise ValueError(f"the state is infinite at its own setting ({_named(*training)}): there is nothing to compare")
     affordable = [p for p in points.values() if p.evaluations <= base.evaluations and not p.diverged]
     rivals = []
     own_order = SOLVERS[training[0]].order if training[0] in SOLVERS else ADAPTIVE[training[0]]
@@ -145,20 +145,22 @@ def _verdict_text(
     if better:
         best = max(better, key=lambda c: c["gain"])
         share = f", {min(1.0, best['gain'] / gap):.0%} of the gap" if gap is not None and gap > 0 else ""
-        text += f"Yes: {best['solver']} with {best['num_steps']} steps gains {_points(best)}{share}. "
+        text += f"Yes: {_named(best['solver'], best['num_steps'])} gains {_points(best)}{share}. "
     else:
         best_gain = max((c["gain"] for c in [*compared, *([exact] if exact else [])]), default=0.0)
         said = "Undecided: no gain is significant" if best_gain > 0 else "No: nothing gains"
-        text += f"{said} on {_name(base)}, as trained ({base.accuracy:.1%}). "
+        text += f"{said} on {_named(base.solver, base.num_steps)}, as trained ({base.accuracy:.1%}). "
     if compared:
         best = max(compared, key=lambda c: c["gain"])
-        best_scheme = f"{best['solver']} with {best['num_steps']} steps ({_points(best)})"
+        best_scheme = f"{_named(best['solver'], best['num_steps'])} ({_points(best)})"
         text += f"At its cost the best higher-order scheme is {best_scheme}; "
     if exact:
         text += f"the exact flow gives {_points(exact)}"
         learnt_steps = exact["significant"] and exact["gain"] < 0
         text += ": these weights have learnt their own steps rather than a flow. " if learnt_steps else ". "
     low, high = values["steps_within_one_point"]
+    if low == high:
+        return text + f"With {base.solver}, no other number of steps that was tried is within one point."
     return text + f"With {base.solver}, accuracy stays within one point from K' = {low} to {high}."
 
 
@@ -179,8 +181,8 @@ def _points(compared: dict[str, Any]) -> str:
     return f"{100 * compared['gain']:+.1f} ± {100 * compared['standard_error']:.1f} points"
 
 
-def _name(point: Point) -> str:
-    return f"{point.solver} with {point.num_steps} steps"
+def _named(solver: str, steps: int) -> str:
+    return f"{solver} with {steps} step{'s' if steps > 1 else ''}"
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

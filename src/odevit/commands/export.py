@@ -16,6 +16,7 @@ from odevit.training.classifiers import load_odevit
 from odevit.training.evaluation import model_input
 
 FORMATS = ("onnx", "pt2", "hub")
+SHARES = ("accuracy", "agreement", "same_steps")  # shown in per cent
 IMAGES = 256  # looked at to compare the file with the model
 
 
@@ -134,7 +135,7 @@ def print_comparison(target: str, numbers: dict[str, Any], as_json: bool) -> Non
         print(json.dumps({"file": target, **numbers}))
         return
     shown = {
-        name.replace("_", " "): f"{value:.2%}" if "accuracy" in name or "agreement" in name else value
+        name.replace("_", " "): f"{value:.2%}" if any(word in name for word in SHARES) else value
         for name, value in numbers.items()
     }
     print_table(f"{target} against eager PyTorch", shown)

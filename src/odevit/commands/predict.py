@@ -148,7 +148,7 @@ def print_prediction(prediction: Prediction, top_k: int, as_json: bool) -> None:
         return
     width = max(len(label) for label, _ in answers)
     if top_k > 1:
-        taken = "" if prediction.steps is None else f"  (arrived after {prediction.steps} steps)"
+        taken = "" if prediction.steps is None else f"  (arrived after step {prediction.steps})"
         console.print(Text.assemble((prediction.file, "bold"), taken), soft_wrap=True)
     for label, score in answers:
         line = f"  {label:<{width}}  {score:7.2%}  {'█' * round(BAR * score)}"
