@@ -1,5 +1,6 @@
 """Small tests on few cores: one thread per process is fastest, and the same everywhere."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ SLOW = (
     "training/test_loop_distributed.py", "training/test_resume.py", "with_timm",
 )  # fmt: skip
 FIRST = "test_readme.py"  # the longest: the other worker takes what follows it
+FAST = "not slow"  # the marks that `make fast` asks for
+MOST_SECONDS = 5  # of CPU time in a fast test: a second on a quiet core, first imports and a busy machine included
 
 
 def is_slow(path: Path) -> bool:
@@ -28,7 +31,7 @@ def is_slow(path: Path) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`make fast` does not even import files without a fast test."""
-    return True if config.option.markexpr == "not slow" and is_slow(collection_path) else None
+    return True if config.option.markexpr == FAST and is_slow(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path in slow:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name != FIRST)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that has become slow says so in `make fast`."""
+    began = time.process_time()
+    yield
+    seconds = time.process_time() - began
+    if item.config.option.markexpr == FAST and seconds > MOST_SECONDS:
+        pytest.fail(f"{seconds:.1f} s is no fast test: make it smaller or mark it @pytest.mark.slow")
 
 
 @pytest.fixture(scope="module")

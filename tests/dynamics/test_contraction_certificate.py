@@ -157,6 +157,7 @@ def test_what_is_not_covered_is_named() -> None:
     assert float(certified_radius(bounded, torch.randn(2, 10)).min()) > 0, "a convolutional tokenizer has a bound"
 
 
+@pytest.mark.slow
 def test_the_report_shows_certified_accuracy(trained: OdeViTForImageClassification, digits: Split) -> None:
     images, labels = digits.fetch(torch.arange(64))
     study = Study(trained, model_input(trained, images), labels, [str(i) for i in range(10)])
