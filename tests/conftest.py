@@ -42,9 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != FIRST)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Random numbers without a seed of their own do not depend on the tests before."""
+    torch.manual_seed(1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A test that has become slow says so in `make fast`."""
+    torch.manual_seed(2)
     began = time.process_time()
     yield
     seconds = time.process_time() - began
