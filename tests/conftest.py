@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from brief import make_brief
 from browsers import running_browser
-from undrawn import leave_undrawn
 
 torch.set_num_threads(1)
 
@@ -66,5 +66,5 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_undrawn(monkeypatch)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_brief(monkeypatch)

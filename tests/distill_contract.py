@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from brief import OPTIONS
 from torch import Tensor
 
 from odevit.analysis import load_analyses
@@ -14,8 +15,6 @@ from odevit.data import Data
 from odevit.data.splits import MemorySplit
 from odevit.recipe import Recipe
 from odevit.teachers.teacher import Teacher, load_teacher
-
-OPTIONS = {"robustness": {"max_images": 4, "order_images": 1, "step_counts": (1, 2), "solvers": ["euler"]}}
 
 
 def random_data(size: int = 32, labels: int = 5, count: int = 24) -> Data:
@@ -47,7 +46,7 @@ class DistillContract:
     """For classes with a fixture `model`: whatever the teacher, its student is trained, compared and reported."""
 
     @pytest.mark.slow
-    @pytest.mark.usefixtures("undrawn")
+    @pytest.mark.usefixtures("brief")
     def test_distill_and_analyze_run_to_their_end(self, model, tmp_path):
         teacher, data = load_teacher(model), random_data()
         names = [name for name in load_analyses() if name not in ("flow", "stability", "error_bound")]

@@ -8,11 +8,11 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+from brief import OPTIONS, make_brief
 from child_processes import start_child, wait_for_child
-from distill_contract import OPTIONS, random_data, recipe_for
+from distill_contract import random_data, recipe_for
 from fake_device import fake_device
 from problems import perturbed_model
-from undrawn import leave_undrawn
 
 import odevit.training.claim
 import odevit.training.loop
@@ -81,10 +81,9 @@ def report(device, folder):
     from odevit.commands.analyze import Report, write_study
 
     student, teacher = student_and_teacher(device)
-    chosen = {**OPTIONS, "stability": {"path_images": 1, "radius_images": 1}, "error_bound": {"images": 1}}
-    wanted = Report(folder, max_images=6, options=chosen, live=True)
+    wanted = Report(folder, max_images=6, options=OPTIONS, live=True)
     with pytest.MonkeyPatch.context() as patch:
-        leave_undrawn(patch)
+        make_brief(patch)
         findings = write_study(student, random_data(), teacher, wanted, names={"model": "m", "data": "d"})[1]
     assert not [finding for finding in findings if finding.name.endswith(("not_computed", "skipped"))]
 
@@ -179,7 +178,7 @@ def distillation(device, folder, **changes):
 
     with pytest.MonkeyPatch.context() as patch:
         claim_on_device(patch, device)
-        leave_undrawn(patch)
+        make_brief(patch)
         for steps in (1, 2):
             recipe["optim"]["steps"] = steps
             made = Recipe.from_dict(recipe)

@@ -32,7 +32,7 @@ def test_eval_prints_exact_counts_as_json(digits_model):
     assert result["top1"] <= result["top3"] <= result["top5"]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("brief")
 def test_analyze_runs_every_analysis_and_tells_the_sampling(digits_model, tmp_path):
     folder = tmp_path / "report"
     options = ["--data", "digits", "--max-images", 6, "--quick", "-o", folder]

@@ -73,7 +73,7 @@ def test_both_verbs_prove_the_teacher_and_write_the_comparison(verb, recipe_file
         invoke(*words, "--overwrite")
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("brief")
 def test_the_report_at_the_end_is_that_of_analyze(recipe_file, teacher_folder, tmp_path):
     invoke("distill", "--recipe", recipe_file, "--max-images", 6)
     report = json.loads((tmp_path / "run/report.json").read_text())

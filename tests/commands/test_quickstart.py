@@ -7,10 +7,11 @@ import pytest
 from odevit.commands.quickstart import quickstart
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("brief")
 def test_quickstart_runs_the_verbs_and_says_what_it_wrote(tmp_path, capsys, monkeypatch):
     few = ["comparison", "contraction", "robustness"]  # test_readme.py runs it whole
     monkeypatch.setattr("odevit.commands.analyze.load_analyses", lambda: few)
+    monkeypatch.setattr("odevit.commands.distill.MOST_IMAGES", 160)
     path = quickstart(tmp_path, quick=True)
     assert path == tmp_path / "report.html"
     report = json.loads((tmp_path / "report.json").read_text())
