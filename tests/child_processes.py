@@ -31,7 +31,7 @@ def start_child(target: Callable[..., None], *arguments: Any) -> Any:
 
 def wait_for_child(child: Any) -> int:
     """Its exit code, negative for a signal."""
-    child.join(240)  # a busy machine is slow, not wrong
+    child.join(560)  # a busy machine is slow, not wrong
     assert child.exitcode is not None, "the child hangs"
     return child.exitcode
 
