@@ -76,6 +76,15 @@ def observed_order(errors: list[float], steps: list[int]) -> float:
     return float((x * y).sum() / x.square().sum())
 
 
+def norm2(matrix: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(matrix.detach(), ord=2)
+
+
+def dense_norm(f, x: Tensor) -> Tensor:
+    """‖J_f‖₂ at one sample x (1, n, d) from the whole Jacobian; maps and fields must be in float64."""
+    return norm2(torch.func.jacrev(f)(x).reshape(x.numel(), x.numel()))
+
+
 def small_field(seed: int = 0, *, width: int = 16, heads: int = 2, **kwargs) -> VectorField:
     """A float64 field with random weights of moderate size."""
     torch.manual_seed(seed)

@@ -44,8 +44,8 @@ def modules() -> list[Path]:
 
 
 def all_code() -> list[Path]:
-    kinds = ("src/**/*.py", "tests/**/test_*.py", "experiments/*.py", "benchmarks/*.py")
-    return sorted(path for kind in kinds for path in ROOT.glob(kind))
+    folders = ("src", "tests", "experiments", "benchmarks")
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def room_of(path: Path) -> str:

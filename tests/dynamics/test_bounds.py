@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from problems import dense_norm, norm2
 from torch import Tensor, nn
 
 from odevit.dynamics.bounds import GELU_SLOPE, attention_bound, field_bound, g, jasmin, mlp_bound, norm_bound
@@ -20,15 +21,6 @@ from odevit.model.layers import (
 from odevit.model.spectral import (
     cap_spectral_norms_,
 )
-
-
-def norm2(matrix: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(matrix.detach(), ord=2)
-
-
-def dense_norm(f, x: Tensor) -> Tensor:
-    """‖J_f‖₂ at one sample x (1, n, d) from the whole Jacobian; maps and fields must be in float64."""
-    return norm2(torch.func.jacrev(f)(x).reshape(x.numel(), x.numel()))
 
 
 def randomise_(module: nn.Module, generator: torch.Generator) -> nn.Module:

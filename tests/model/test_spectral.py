@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from problems import dense_norm, norm2
+from torch import nn
 from torch.nn.utils import parametrize
 
 from odevit.dynamics.bounds import norm_bound
@@ -21,16 +22,6 @@ from odevit.model.spectral import (
     spectral_init_,
     spectral_norms,
 )
-
-
-def norm2(matrix: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(matrix.detach(), ord=2)
-
-
-def dense_norm(f, x: Tensor) -> Tensor:
-    """‖J_f‖₂ at one sample x (1, n, d) from the whole Jacobian; maps and fields must be in float64."""
-    return norm2(torch.func.jacrev(f)(x).reshape(x.numel(), x.numel()))
-
 
 # --- initialisation and spectral norms --------------------------------------------------------------------------------
 

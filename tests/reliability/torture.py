@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,20 @@ def read_figures() -> dict[str, Any]:
     return json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
 
 
+def note(row: dict[str, int], kind: str, outcome: str, where: str, failed: list[str]) -> None:
+    """One fault more in the row of its task."""
+    row[kind] += 1
+    row["survived"] += outcome == "survived"
+    if outcome != "survived":
+        failed.append(f"{where}: {outcome}")
+        print("BAD", failed[-1], flush=True)
+
+
+def counted(table: dict[str, dict[str, int]], kinds: Iterable[str], failed: list[str]) -> dict[str, Any]:
+    tried = sum(row[kind] for row in table.values() for kind in kinds)
+    return {"faults": tried, "survived": tried - len(failed), "by_task": table, "bad": len(failed), "failed": failed}
+
+
 def try_kills(folder: Path, options: Any) -> dict[str, Any]:
     """So many kills over the tasks: at a random event, in the middle of a file, and at a random moment, by turns."""
     draw = random.Random(options.start)
@@ -69,15 +83,10 @@ def try_kills(folder: Path, options: Any) -> dict[str, Any]:
             outcome = survey.try_fault(kind, number)
             if outcome == "not reached":
                 continue
-            row[kind] += 1
-            row["survived"] += outcome == "survived"
-            if outcome != "survived":
-                failed.append(f"{name} {kind} at {number} of {survey.events}: {outcome}")
-                print("BAD", failed[-1], flush=True)
+            note(row, kind, outcome, f"{name} {kind} at {number} of {survey.events}", failed)
         table[name] = row
         print(name, row, flush=True)
-    tried = sum(row[kind] for row in table.values() for kind in faults.KILLS)
-    return {"faults": tried, "survived": tried - len(failed), "by_task": table, "bad": len(failed), "failed": failed}
+    return counted(table, faults.KILLS, failed)
 
 
 def try_disk(folder: Path, options: Any) -> dict[str, Any]:
@@ -88,15 +97,10 @@ def try_disk(folder: Path, options: Any) -> dict[str, Any]:
         row = dict.fromkeys(("writes", *faults.ERRORS, "survived"), 0) | {"writes": survey.events}
         for number, kind in [(n, k) for n in range(1, survey.events + 1) for k in faults.ERRORS]:
             outcome = survey.try_fault(kind, number)
-            row[kind] += 1
-            row["survived"] += outcome == "survived"
-            if outcome != "survived":
-                failed.append(f"{name} {kind} at {number} of {survey.events}: {outcome}")
-                print("BAD", failed[-1], flush=True)
+            note(row, kind, outcome, f"{name} {kind} at {number} of {survey.events}", failed)
         table[name] = row
         print(name, row, flush=True)
-    tried = sum(row[kind] for row in table.values() for kind in faults.ERRORS)
-    return {"faults": tried, "survived": tried - len(failed), "by_task": table, "bad": len(failed), "failed": failed}
+    return counted(table, faults.ERRORS, failed)
 
 
 def try_full_disk(folder: Path, options: Any) -> dict[str, Any]:
