@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from odevit.data.decode import Frame
 from odevit.distill import split_teacher as splitting
 from odevit.distill.objective import DistillConfig
 from odevit.distill.split_teacher import Lockstep, gather_teacher_, shard_teacher_
@@ -37,13 +38,13 @@ def test_a_split_teacher_is_asked_by_all_or_not_at_all(fields, monitor, message,
 
 
 def test_what_is_gathered_is_the_teacher_that_was_split(teacher, monkeypatch):
-    """The weights come back from the split module, the rest from the frame; both are the teacher's."""
+    """The weights come back from the split module, the rest from its copy; both are the teacher's."""
     images, before = torch.randn(2, 1, 8, 8), teacher.checksum()
     expected, original = teacher.answer(images), teacher.module
     monkeypatch.setattr(splitting, "processes", lambda: Processes(0, 2))
     monkeypatch.setattr(splitting, "shard_", lambda module: None)
     shard_teacher_(DistillConfig(), 0, teacher)
-    assert len(list(teacher.parameters())) == len(list(original.parameters()))  # the frame is no part of it
+    assert len(list(teacher.parameters())) == len(list(original.parameters()))  # the copy is no part of it
     gather_teacher_(teacher)
     assert teacher.module is not original
     assert teacher.checksum() == before
@@ -57,3 +58,11 @@ def test_one_process_keeps_it_whole(teacher):
     shard_teacher_(DistillConfig(), 100, teacher)
     gather_teacher_(teacher)
     assert teacher.module is module
+
+
+def test_a_whole_teacher_stays_as_it_is(teacher):
+    """Also one that says how its pictures are cut."""
+    module, teacher.frame = teacher.module, Frame.middle(8)
+    gather_teacher_(teacher)
+    assert teacher.module is module
+    assert teacher.frame == Frame.middle(8)

@@ -29,18 +29,20 @@ def shard_teacher_(config: Any, monitor_every: int, teacher: Any) -> None:
     stand_ins: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in teacher.parameters()
     }
-    object.__setattr__(teacher, "frame", copy.deepcopy(teacher.module, stand_ins))  # all but its weights; no part of it
+    object.__setattr__(
+        teacher, "unsplit", copy.deepcopy(teacher.module, stand_ins)
+    )  # all but its weights; no part of it
     shard_(teacher.module)
 
 
 def gather_teacher_(teacher: Any) -> None:
     """Every process holds the whole teacher again, and may ask it alone. Nothing happens to one that is not split."""
-    frame = vars(teacher).pop("frame", None)
-    if frame is None:
+    unsplit = vars(teacher).pop("unsplit", None)
+    if unsplit is None:
         return
     weights = {name: gathered(parameter).detach() for name, parameter in teacher.module.named_parameters()}
-    frame.load_state_dict(weights, strict=False, assign=True)  # buffers are its own
-    teacher.module = frame.eval().requires_grad_(False)
+    unsplit.load_state_dict(weights, strict=False, assign=True)  # buffers are its own
+    teacher.module = unsplit.eval().requires_grad_(False)
 
 
 class Lockstep:
