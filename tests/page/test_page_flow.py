@@ -5,10 +5,10 @@ import pytest
 import torch
 from page.browsing import run_in_page, run_in_torch, small_model, visited
 
-from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit import OdeViTForImageClassification
 from odevit.data import DataConfig, load_data
 from odevit.model.solvers import SOLVERS
-from odevit.page import SCORES, check_size, check_supported, half_precision, make_payload, write_page
+from odevit.page import SCORES, check_size, half_precision, make_payload, write_page
 from odevit.training.evaluation import model_input
 
 
@@ -57,6 +57,7 @@ VARIANTS: dict[str, dict] = {
     "spectral cap": {"spectral_cap": 0.7},
     "contractive": {"field": "contractive", "num_registers": 1, "num_steps": 6},
     "contractive, mixing": {"field": "contractive", "mixing": "depthwise", "pool": "sqrt_mean", "num_fields": 2},
+    "image tower": {"embedding_norm": "layer", "projection_size": 12, "unit_features": True, "final_norm": "layer"},
     "one head, wide": {"num_attention_heads": 1, "hidden_size": 18, "mlp_ratio": 1.5},
 }
 
@@ -144,8 +145,6 @@ def test_options_that_the_page_does_not_know_are_refused(monkeypatch):
     model.config.attention = "linear"
     with pytest.raises(ValueError, match=r"cannot run attention='linear' yet; it knows softmax, l2, sinkhorn"):
         make_payload(model, title="t", class_names=[str(k) for k in range(10)])
-    with pytest.raises(ValueError, match="cannot run a model with embedding_norm='layer' yet"):
-        check_supported(OdeViTConfig(embedding_norm="layer"))
     model = small_model()
     monkeypatch.setattr("odevit.page.NUMBERS", ("depth",))
     with pytest.raises(ValueError, match="cannot run a model with image_size=8 yet"):

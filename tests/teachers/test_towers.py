@@ -140,15 +140,16 @@ def test_a_tower_trained_on_digits_keeps_its_zero_shot_answers_as_a_flow(tmp_pat
     data = load_data(DataConfig(name="digits"))
     words = tokenizer(data.class_names)
     model = two_towers("CLIP")
-    train_on_digits(model, words, data, steps=400)
+    train_on_digits(model, words, data, steps=800)
     model.save_pretrained(tmp_path / "clip")
     words.save_pretrained(tmp_path / "clip")
+    # chosen by agreement on the validation images (docs/LOG.md, "Image towers, chosen again")
     settings = ["optim.epochs=25", "optim.muon_lr=1e-2", "optim.lr=3e-3", "distill.kl_temperature=2"]
-    settings += ["model.num_steps=4", "loop.step_schedule=[[0,[3,4]]]", "loop.eval_every=10000", "loop.compile=false"]
+    settings += ["distill.losses.cls_path=0.03", "model.num_steps=4", "loop.step_schedule=[[0,[3,4]]]", "loop.eval_every=10000", "loop.compile=false"]
     command = ["distill", "--teacher", tmp_path / "clip", "--prompts", PROMPT, "--data", "digits", "--no-report"]
     command += ["-o", tmp_path / "run", *(word for setting in settings for word in ("--set", setting))]
     CliRunner().invoke(odevit_cli.app, [str(word) for word in command], catch_exceptions=False)
     comparison = json.loads((tmp_path / "run/comparison.json").read_text())
     assert comparison["teacher"]["accuracy"] > 0.9
-    assert comparison["agreement"] >= 0.95  # seen: 0.967, the student right on 95.3 %, its teacher on 95.0 %
-    assert 0 <= comparison["certified_agreement"] <= comparison["agreement"]
+    assert comparison["agreement"] >= 0.95  # seen: 0.961, the student right on 97.2 %, its teacher on 97.5 %
+    assert 0.2 <= comparison["certified_agreement"] <= comparison["agreement"]  # seen: 0.460

@@ -40,6 +40,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "tokenizer": ("patch", "conv", "pooling"),
     "norm": ("center", "layer", "none"),
     "final_norm": ("center", "layer", "none"),
+    "embedding_norm": ("none", "center", "layer"),
     "attention": ("softmax", "l2", "sinkhorn"),
     "mixing": ("none", "depthwise"),
     "pool": ("cls", "sequence", "mean", "sqrt_mean"),
@@ -48,10 +49,11 @@ SCORES = ("margin", "confidence", "change", "velocity")  # of stopping early
 NUMBERS = (
     *("image_size", "patch_size", "num_channels", "hidden_size", "num_attention_heads", "mlp_ratio", "num_registers"),
     *("damping", "depth", "horizon", "num_steps", "num_fields", "layer_norm_eps", "num_labels"),
+    *("projection_size", "unit_features"),
 )
 WITHOUT_EFFECT = (
     *("bias", "dropout", "drop_path", "spectral_cap", "meeting_times", "image_mean", "image_std"),
-    *("solver", "halting", "format_version"),
+    *("solver", "halting", "feature_times", "format_version"),
 )
 
 
@@ -99,7 +101,7 @@ def _fold_batch_norms(layers: nn.Sequential) -> None:
 def check_supported(config: OdeViTConfig) -> None:
     """ValueError for a model that the page's forward pass would compute wrongly."""
     for name, known in OPTIONS.items():
-        value = getattr(config, name, known[0])
+        value = getattr(config, name)
         if value not in known:
             raise ValueError(f"a page cannot run {name}={value!r} yet; it knows {', '.join(known)}")
     defaults = OdeViTConfig()
@@ -149,7 +151,7 @@ def make_payload(
     weights = {name.removeprefix("odevit."): weight for name, weight in model.state_dict().items()}
     starts = np.cumsum([0, *(weight.numel() for weight in weights.values())]).tolist()
     blob = torch.cat([weight.flatten() for weight in weights.values()]).half().numpy().astype("<f2").tobytes()
-    values = {name: getattr(config, name, known[0]) for name, known in OPTIONS.items()}
+    values = {name: getattr(config, name) for name in OPTIONS}
     solver = "rk4" if config.solver in ADAPTIVE else config.solver
     payload: dict[str, Any] = {
         "title": title,
@@ -189,7 +191,8 @@ def _pictures(model: Any, images: Tensor | None, labels: Tensor | None, teacher:
     """The plane, the class means in it, the examples and the teacher's paths."""
     config = model.config
     if images is None or labels is None:
-        axes = principal_axes(model.classifier.weight.double(), 2)
+        rows = model.classifier.weight @ model.projection.weight if config.projection_size else model.classifier.weight
+        axes = principal_axes(rows.double(), 2)  # in the space of CLS
         return {"plane": _plane(axes, None, []), "examples": [], "teacher": None}
     neutral = [0.0] * config.num_channels, [1.0] * config.num_channels
     pixels = (prepare(images, config.image_size, *neutral) * 255).round().to(torch.uint8)
@@ -207,9 +210,9 @@ def _pictures(model: Any, images: Tensor | None, labels: Tensor | None, teacher:
 
 
 def _ends(model: Any, pixels: Tensor) -> Tensor:
-    """Where the flow ends (b, d): CLS as it is, or what another pool reads."""
+    """Where the flow ends (b, d): CLS as it is, or what another pool makes of the tokens."""
     state = model.odevit.evolve(model.odevit.embed(model_input(model, pixels))).xs[-1]
-    return state[:, 0] if getattr(model.config, "pool", "cls") == "cls" else model.read_out(state)
+    return state[:, 0] if model.config.pool == "cls" else model.features(state)
 
 
 def _plane(axes: Any, means: Tensor | None, labels: list[int]) -> dict[str, Any]:
@@ -224,7 +227,7 @@ def _plane(axes: Any, means: Tensor | None, labels: list[int]) -> dict[str, Any]
 def _teacher_paths(teacher: Any, model: Any, pixels: Tensor, axes: Any) -> dict[str, Any] | None:
     """The teacher's CLS after every block in the same plane, (examples, D + 1, 2), its times and its answers."""
     config = model.config
-    if teacher is None or teacher.width != config.hidden_size or getattr(config, "pool", "cls") != "cls":
+    if teacher is None or teacher.width != config.hidden_size or config.pool != "cls":
         return None
     device = next(teacher.parameters()).device
     trace = teacher.trace(teacher.renormalise(model_input(model, pixels).to(device), config))

@@ -127,17 +127,17 @@ function tokenize({ config, get }, pixels) { // (S², c) → (patches, d)
   return x;
 }
 
-function embed(model, pixels) { // [CLS | patches | registers]; registers have no position
+function embed(model, pixels) { // [CLS | patches | registers], normed behind a tower; registers have no position
   const { config, get } = model, d = config.hidden_size, patches = tokenize(model, pixels), registers = get("registers");
   const x = new Float32Array(d + patches.length + config.num_registers * d);
   x.set(get("cls_token"));
   x.set(patches, d);
   get("positions").forEach((position, i) => { x[i] += position; });
   if (registers) x.set(registers, d + patches.length);
-  return x;
+  return normalise(x, config.embedding_norm, config.layer_norm_eps, get("embedding_norm.weight"), get("embedding_norm.bias"));
 }
 
-function readOut({ config, get }, x) { // what the linear head reads (d): CLS, the mean or a learned weighting of the tokens
+function features({ config, get }, x) { // (d): CLS, the mean or a learned weighting of the tokens, after the final norm
   const { pool, hidden_size: d, num_registers } = config, n = pool === "cls" ? 1 : x.length / d - num_registers;
   const z = normalise(x.subarray(0, n * d), config.final_norm, config.layer_norm_eps, get("norm.weight"), get("norm.bias"));
   if (pool === "cls") return z;
@@ -147,12 +147,17 @@ function readOut({ config, get }, x) { // what the linear head reads (d): CLS, t
   return Float32Array.from({ length: d }, (_, k) => share.reduce((sum, p, i) => sum + p * z[i * d + k], 0));
 }
 
+function readOut({ config, get }, z) { // what the linear head reads: the features, for a tower projected and of length one
+  const u = config.projection_size ? linear(z, 1, get("projection.weight"), null) : z.slice();
+  return config.unit_features ? scaled(u, 1 / Math.max(size(u), 1e-12)) : u;
+}
+
 function look(model, x, t, field) { // what the page shows of one state
   const { config, get, plane } = model, n = x.length / config.hidden_size, heads = config.num_attention_heads;
-  const read = readOut(model, x), place = config.pool === "cls" ? x : read;
-  const logits = linear(read, 1, get("classifier.weight"), get("classifier.bias"));
-  const map = field.map(x, 1), size = map.length / heads;
-  const attention = Array.from({ length: heads }, (_, head) => map.slice(head * size + 1, head * size + n - config.num_registers));
+  const read = features(model, x), place = config.pool === "cls" ? x : read;
+  const logits = linear(readOut(model, read), 1, get("classifier.weight"), get("classifier.bias"));
+  const map = field.map(x, 1), head = map.length / heads;
+  const attention = Array.from({ length: heads }, (_, h) => map.slice(h * head + 1, h * head + n - config.num_registers));
   const point = plane.axes.map((axis) => axis.reduce((sum, a, k) => sum + a * (place[k] - plane.mean[k]), 0));
   return { t, logits, attention, point };
 }
