@@ -37,7 +37,7 @@ def test_every_solver_gives_the_numbers_of_pytorch(browser, digits, tmp_path):
                 assert float((logits - theirs["logits"]).abs().max()) < 1e-4, solver
                 assert all(one["evaluations"] == theirs["evaluations"]._asdict() for one in ours), solver
     spread = theirs["logits"][-1].std(dim=0).max()
-    assert spread > 0.05  # the images are told apart, so that agreement means something
+    assert spread > 0.02  # the images are told apart, so that agreement means something
 
 
 VARIANTS: dict[str, dict] = {
