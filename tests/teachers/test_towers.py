@@ -145,7 +145,8 @@ def test_a_tower_trained_on_digits_keeps_its_zero_shot_answers_as_a_flow(tmp_pat
     words.save_pretrained(tmp_path / "clip")
     # chosen by agreement on the validation images (docs/LOG.md, "Image towers, chosen again")
     settings = ["optim.epochs=25", "optim.muon_lr=1e-2", "optim.lr=3e-3", "distill.kl_temperature=2"]
-    settings += ["distill.losses.cls_path=0.03", "model.num_steps=4", "loop.step_schedule=[[0,[3,4]]]", "loop.eval_every=10000", "loop.compile=false"]
+    settings += ["distill.losses.cls_path=0.03", "model.num_steps=4", "loop.step_schedule=[[0,[3,4]]]"]
+    settings += ["loop.eval_every=10000", "loop.compile=false"]
     command = ["distill", "--teacher", tmp_path / "clip", "--prompts", PROMPT, "--data", "digits", "--no-report"]
     command += ["-o", tmp_path / "run", *(word for setting in settings for word in ("--set", setting))]
     CliRunner().invoke(odevit_cli.app, [str(word) for word in command], catch_exceptions=False)
