@@ -24,7 +24,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tasks
@@ -42,8 +42,20 @@ Fault = tuple[str, int]
 # --- one run in a child -----------------------------------------------------------------------------------------------
 
 
-def run_task(name: str, folder: Path, fault: Fault | None = None) -> tuple[int, int, str]:
-    """(exit code, events seen, what was said) of one run of a task in a child."""
+class Ended(NamedTuple):
+    """A run of a task in a child: its exit code, the events seen and how many of them were writes, what was said."""
+
+    code: int
+    events: int = 0
+    writes: int = 0
+    said: str = ""
+
+    @property
+    def well(self) -> bool:
+        return (self.code, self.said) == (0, "")
+
+
+def run_task(name: str, folder: Path, fault: Fault | None = None) -> Ended:
     folder.mkdir(parents=True, exist_ok=True)
     report = folder.parent / f"{folder.name}.json"
     report.unlink(missing_ok=True)
@@ -52,20 +64,19 @@ def run_task(name: str, folder: Path, fault: Fault | None = None) -> tuple[int, 
         child.join(fault[1] / 1000)
         child.kill()
     code = wait_for_child(child)
-    seen, said = json.loads(report.read_text()) if report.exists() else (0, "")
-    return code, seen, said
+    return Ended(code, *(json.loads(report.read_text()) if report.exists() else ()))
 
 
 def _run_task(name: str, folder: Path, fault: Fault | None, report: Path) -> None:
-    seen, inside = 0, str(folder)
+    seen, written, inside = 0, 0, str(folder)
 
     def hook(event: str, arguments: tuple) -> None:
-        nonlocal seen
+        nonlocal seen, written
         writes = event == "open" and bool((arguments[2] or 0) & WRITING)
         if not (writes or event in CHANGES or event == "odevit.step") or not str(arguments[0]).startswith(inside):
             return
-        seen += 1
-        if fault is None or seen != fault[1] or fault[0] == "moment":
+        seen, written = seen + 1, written + (event != "odevit.step")
+        if fault is None or fault[0] == "moment" or (written if fault[0] in ERRORS else seen) != fault[1]:
             return
         if fault[0] == "cut":
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -85,9 +96,9 @@ def _run_task(name: str, folder: Path, fault: Fault | None, report: Path) -> Non
         tasks.TASKS[name](folder)
     except (ValueError, OSError, ArithmeticError) as error:
         said = tasks.printed(error)
-    total = seen
+    counts = [seen, written]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    report.write_text(json.dumps([total, said]))
+    report.write_text(json.dumps([*counts, said]))
 
 
 # --- what it left -----------------------------------------------------------------------------------------------------
@@ -172,9 +183,10 @@ class Survey:
         self.name, self.parent = name, parent / name
         tasks.prepare(name, self.parent / "reference")
         began = time.monotonic()
-        code, self.events, said = run_task(name, self.parent / "reference")
+        ended = run_task(name, self.parent / "reference")
+        self.events, self.writes = ended.events, ended.writes
         self.milliseconds = int(1000 * (time.monotonic() - began))
-        assert (code, said) == (0, ""), f"{name}: {said or code}"
+        assert ended.well, f"{name}: {ended}"
         assert not leftovers(self.parent / "reference")
         self.reference = outcome(self.parent / "reference")
         assert self.reference
@@ -184,18 +196,22 @@ class Survey:
         folder = self.parent / "x"
         shutil.rmtree(folder, ignore_errors=True)
         tasks.prepare(self.name, folder)
-        code, _, said = run_task(self.name, folder, (kind, number))
-        if kind in KILLS and code not in (-signal.SIGKILL, -signal.SIGXFSZ):
-            return "not reached" if (code, said) == (0, "") else f"exit code {code}: {said}"
-        if kind in ERRORS and code != 0:
-            return f"raw exception, exit code {code}"
-        if kind in ERRORS and said and not WHAT_TO_DO.search(said):
-            return f"does not say what to do: {said}"
+        began = time.monotonic()
+        ended = run_task(self.name, folder, (kind, number))
+        if kind in KILLS and ended.well:
+            self.milliseconds = min(self.milliseconds, int(1000 * (time.monotonic() - began)))
+            return "not reached"
+        if kind in KILLS and ended.code not in (-signal.SIGKILL, -signal.SIGXFSZ):
+            return f"{ended}"
+        if kind in ERRORS and ended.code != 0:
+            return f"raw exception: {ended}"
+        if kind in ERRORS and ended.said and not WHAT_TO_DO.search(ended.said):
+            return f"does not say what to do: {ended.said}"
         if half := half_written(folder, self.reference):
             return f"half written: {half}"
-        code, _, said = run_task(self.name, folder)
-        if code != 0 or said:
-            return f"the second run failed: {said or code}"
+        ended = run_task(self.name, folder)
+        if not ended.well:
+            return f"the second run failed: {ended}"
         if leftovers(folder):
             return f"left behind: {leftovers(folder)}"
         found = outcome(folder)
@@ -211,17 +227,17 @@ def try_full_disk(survey: Survey, kilobytes: int, place: Path) -> str:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", place], check=True)
     try:
         tasks.prepare(survey.name, place)
-        code, _, said = run_task(survey.name, place)
-        if (code, said) == (0, ""):
+        ended = run_task(survey.name, place)
+        if ended.well:
             return "not reached"
-        if code != 0 or "No space left" not in said or not WHAT_TO_DO.search(said):
-            return f"exit code {code}: {said}"
+        if ended.code != 0 or "No space left" not in ended.said or not WHAT_TO_DO.search(ended.said):
+            return f"{ended}"
         if half := half_written(place, survey.reference):
             return f"half written: {half}"
         subprocess.run(["mount", "-o", "remount,size=16m", place], check=True)
-        code, _, said = run_task(survey.name, place)
-        if code != 0 or said:
-            return f"the second run failed: {said or code}"
+        ended = run_task(survey.name, place)
+        if not ended.well:
+            return f"the second run failed: {ended}"
         found = outcome(place)
         return "survived" if found == survey.reference and not leftovers(place) else "other results"
     finally:

@@ -24,7 +24,7 @@ def test_the_next_run_ends_as_if_nothing_had_been(name, tmp_path):
     kinds = ["kill"] * kills + ["cut"] * cuts + draw.sample(faults.ERRORS, errors)
     outcomes = {}
     for kind in kinds:
-        number = draw.randrange(1, survey.events + 1)
+        number = draw.randrange(1, 1 + (survey.writes if kind in faults.ERRORS else survey.events))
         outcomes[f"{kind} at {number} of {survey.events}"] = survey.try_fault(kind, number)
     assert {fault: found for fault, found in outcomes.items() if found not in ("survived", "not reached")} == {}
 

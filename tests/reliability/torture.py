@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,26 +56,12 @@ def read_figures() -> dict[str, Any]:
     return json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
 
 
-def note(row: dict[str, int], kind: str, outcome: str, where: str, failed: list[str]) -> None:
-    """One fault more in the row of its task."""
-    row[kind] += 1
-    row["survived"] += outcome == "survived"
-    if outcome != "survived":
-        failed.append(f"{where}: {outcome}")
-        print("BAD", failed[-1], flush=True)
-
-
-def counted(table: dict[str, dict[str, int]], kinds: Iterable[str], failed: list[str]) -> dict[str, Any]:
-    tried = sum(row[kind] for row in table.values() for kind in kinds)
-    return {"faults": tried, "survived": tried - len(failed), "by_task": table, "bad": len(failed), "failed": failed}
-
-
 def try_kills(folder: Path, options: Any) -> dict[str, Any]:
     """So many kills over the tasks: at a random event, in the middle of a file, and at a random moment, by turns."""
-    draw = random.Random(options.start)
-    table, failed = {}, []
-    for name, share in SHARE.items():
-        survey, count = faults.Survey(name, folder), -(-options.faults * share // sum(SHARE.values()))
+    table = kept_rows("kill", options)
+    for name in options.tasks.split(",") if options.tasks else SHARE:
+        draw = random.Random(f"{name} {options.start}")
+        survey, count = faults.Survey(name, folder), -(-options.faults * SHARE[name] // sum(SHARE.values()))
         row = dict.fromkeys(("events", *faults.KILLS, "survived"), 0) | {"events": survey.events}
         while sum(row[kind] for kind in faults.KILLS) < count:
             kind = faults.KILLS[draw.randrange(3)]
@@ -83,24 +69,40 @@ def try_kills(folder: Path, options: Any) -> dict[str, Any]:
             outcome = survey.try_fault(kind, number)
             if outcome == "not reached":
                 continue
-            note(row, kind, outcome, f"{name} {kind} at {number} of {survey.events}", failed)
+            row[kind] += 1
+            row["survived"] += outcome == "survived"
+            if outcome != "survived":
+                print("BAD", f"{name} {kind} at {number} of {survey.events}: {outcome}", flush=True)
         table[name] = row
         print(name, row, flush=True)
-    return counted(table, faults.KILLS, failed)
+    return counted(table, faults.KILLS)
+
+
+def kept_rows(part: str, options: Any) -> dict[str, dict[str, int]]:
+    """With --tasks the counts of the other tasks stay."""
+    return read_figures().get(part, {}).get("by_task", {}) if options.tasks else {}
+
+
+def counted(table: dict[str, dict[str, int]], kinds: Sequence[str]) -> dict[str, Any]:
+    tried, survived = (sum(row[k] for row in table.values() for k in names) for names in (kinds, ["survived"]))
+    return {"faults": tried, "survived": survived, "bad": tried - survived, "by_task": table}
 
 
 def try_disk(folder: Path, options: Any) -> dict[str, Any]:
     """Each error at every write of a training run, of a cache, of a hub folder and of a model that is calibrated."""
-    table, failed = {}, []
-    for name in options.tasks.split(","):
+    table = kept_rows("disk", options)
+    for name in options.tasks.split(",") if options.tasks else ("cache", "calibrate", "hub", "train"):
         survey = faults.Survey(name, folder)
-        row = dict.fromkeys(("writes", *faults.ERRORS, "survived"), 0) | {"writes": survey.events}
-        for number, kind in [(n, k) for n in range(1, survey.events + 1) for k in faults.ERRORS]:
+        row = dict.fromkeys(("writes", *faults.ERRORS, "survived"), 0) | {"writes": survey.writes}
+        for number, kind in [(n, k) for n in range(1, survey.writes + 1) for k in faults.ERRORS]:
             outcome = survey.try_fault(kind, number)
-            note(row, kind, outcome, f"{name} {kind} at {number} of {survey.events}", failed)
+            row[kind] += 1
+            row["survived"] += outcome == "survived"
+            if outcome != "survived":
+                print("BAD", f"{name} {kind} at {number} of {survey.writes}: {outcome}", flush=True)
         table[name] = row
         print(name, row, flush=True)
-    return counted(table, faults.ERRORS, failed)
+    return counted(table, faults.ERRORS)
 
 
 def try_full_disk(folder: Path, options: Any) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def main() -> int:
     parser.add_argument("--files", default="", help="kinds of spoilt files, with commas; default: all")
     parser.add_argument("--start", type=int, default=0, help="number of the first case: others than the last time")
     parser.add_argument("--faults", type=int, default=110, help="kills")
-    parser.add_argument("--tasks", default="train,cache,hub,calibrate", help="whose every write fails once")
+    parser.add_argument("--tasks", default="", help="of kill and disk, with commas; the others' counts stay")
     parser.add_argument("--minutes", type=float, default=120, help="of the long run")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the server from which children are forked
