@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 C = TypeVar("C")
-MOST_CLASSES = 1_000_000
+LARGEST = {"num_labels": 1_000_000, "num_hidden_layers": 10_000, "num_layers": 10_000}  # of a config.json
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")  # other names are those of code on the hub
 LONGEST = 400  # characters of a library's own words
 
@@ -64,15 +64,16 @@ def read_json(file: str | Path) -> dict[str, Any]:
 
 
 def read_config(file: str | Path) -> dict[str, Any]:
-    """A model's config.json, without what transformers would trust: code from the hub in the place of attention, and a
-    number of classes of which it would make names for minutes."""
+    """A model's config.json, without what transformers would trust: code from the hub in the place of attention, and
+    numbers of classes and layers which it would make for minutes."""
     values = read_json(file)
     for key in ("_attn_implementation", "attn_implementation", "_attn_implementation_internal"):
         if values.get(key) not in (None, *ATTENTION):
             raise UnreadableError(f"{key} in {file} must be one of {', '.join(ATTENTION)}, got {values[key]!r:.60}")
-    count = values.get("num_labels")
-    if isinstance(count, int | float) and count > MOST_CLASSES:
-        raise UnreadableError(f"num_labels in {file} must be at most {MOST_CLASSES:,}, got {count:,}")
+    for part in (values, *(value for value in values.values() if isinstance(value, dict))):  # towers have their own
+        for key, most in LARGEST.items():
+            if isinstance(count := part.get(key), int | float) and count > most:
+                raise UnreadableError(f"{key} in {file} must be at most {most:,}, got {count!s:.20}")
     return values
 
 

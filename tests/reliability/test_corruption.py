@@ -114,12 +114,20 @@ def test_code_beside_the_weights_is_never_run(good, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
-def test_a_config_cannot_name_code_of_the_hub(key, good, tmp_path):
+HUB = "kernels-community/flash-attn"
+TRUSTED_BY_TRANSFORMERS = [("_attn_implementation", HUB, "one of eager"), ("attn_implementation", HUB, "one of eager")]
+TRUSTED_BY_TRANSFORMERS += [
+    ("num_hidden_layers", 10**400, "at most 10,000"),
+    ("num_labels", 10**7, "at most 1,000,000"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), TRUSTED_BY_TRANSFORMERS)
+def test_a_config_names_no_code_of_the_hub_and_no_endless_work(key, value, message, good, tmp_path):
     place = tmp_path / "model"
     shutil.copytree(good / "ViT config.json", place)
     config = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps(config | {key: "kernels-community/flash-attn"}))
+    (place / "config.json").write_text(json.dumps(config | {key: value}))
     for read in (load_classifier, load_teacher):
-        with pytest.raises(ValueError, match="must be one of eager"):
+        with pytest.raises(ValueError, match=f"must be {message}"):
             read(str(place))

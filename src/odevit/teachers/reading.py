@@ -83,4 +83,5 @@ def read_huggingface(name: str) -> tuple[nn.Module, Preprocessing]:
     missing = [key for key in info["missing_keys"] if "mask_token" not in key]
     if missing:
         raise ValueError(f"the checkpoint {name} lacks weights of {kind.__name__}: {', '.join(sorted(missing))}")
+    module.config.return_dict = True
     return module, saved_preprocessing(name)
