@@ -115,14 +115,14 @@ def test_code_beside_the_weights_is_never_run(good, tmp_path):
 
 
 HUB = "kernels-community/flash-attn"
-TRUSTED_BY_TRANSFORMERS = [("_attn_implementation", HUB, "one of eager"), ("attn_implementation", HUB, "one of eager")]
-TRUSTED_BY_TRANSFORMERS += [
+TRUSTED = [("_attn_implementation", HUB, "one of eager"), ("attn_implementation", HUB, "one of eager")]
+TRUSTED += [
     ("num_hidden_layers", 10**400, "at most 10,000"),
     ("num_labels", 10**7, "at most 1,000,000"),
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "message"), TRUSTED_BY_TRANSFORMERS)
+@pytest.mark.parametrize(("key", "value", "message"), TRUSTED)
 def test_a_config_names_no_code_of_the_hub_and_no_endless_work(key, value, message, good, tmp_path):
     place = tmp_path / "model"
     shutil.copytree(good / "ViT config.json", place)
