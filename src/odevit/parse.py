@@ -57,6 +57,8 @@ def read_json(file: str | Path) -> dict[str, Any]:
         return values
 
     with reading(file):
+        if Path(file).exists() and not Path(file).is_file():  # reading a pipe would wait for ever
+            raise ValueError("it is not a file")
         values = json.loads(Path(file).read_text(encoding="utf-8"), object_pairs_hook=once)
         if not isinstance(values, dict):
             raise ValueError(f"it must hold keys and values, got {values!s:.40}")

@@ -156,7 +156,7 @@ class CheckpointStore:
         """How the run here groups its parameters (see `optim.GROUPING`); `current` when there is no checkpoint yet."""
         for path in reversed(self.paths()):
             try:
-                return int(json.loads((path / META).read_text()).get("grouping", 1))
+                return int(_read_meta(path).get("grouping", 1))
             except (OSError, ValueError, TypeError, AttributeError, RecursionError):
                 continue  # damaged: the others are of the same run
         return current
@@ -171,19 +171,25 @@ class CheckpointStore:
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(state, meta) of one checkpoint folder, verified."""
     try:
-        meta = json.loads((path / META).read_text())
+        meta = _read_meta(path)
         if isinstance(meta, dict) and isinstance(meta.get("format"), int) and meta["format"] > FORMAT:
             raise CheckpointError(f"{path} was written by a newer odevit, in format {meta['format']}")
         file = path / (STATE if meta["format"] > 1 else "state.pt")
         if meta["format"] > 1 and meta.pop("meta_sha256") != _sha256_of(meta):
             raise CheckpointError(f"{path} is damaged: {META} is not what was written")
-        if _sha256(file) != meta["sha256"]:
+        if not file.is_file() or _sha256(file) != meta["sha256"]:
             raise CheckpointError(f"{path} is damaged: {file.name} is not what was written")
         return load_state(file), meta
     except CheckpointError:
         raise
     except Exception as error:  # of the file system, JSON, safetensors or torch, or a value of the wrong type
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    if not (path / META).is_file():  # reading a pipe would wait for ever
+        raise FileNotFoundError(f"it has no file {META}")
+    return json.loads((path / META).read_text())
 
 
 def _sha256(path: Path) -> str:
