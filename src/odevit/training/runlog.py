@@ -125,7 +125,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     """One JSON object a line; none without the file."""
     with reading(path):
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def monitor_seconds(folder: Path) -> list[float]:
