@@ -46,10 +46,15 @@ def try_corruption(folder: Path, options: Any) -> dict[str, Any]:
         table[name]["unnoticed"] += outcome == "other" and corruption.TARGETS[name].verified
         if outcome not in corruption.GOOD:
             print("BAD", name, number, outcome, said, flush=True)
+    return summed(table)
+
+
+def summed(table: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """The counts of all kinds of files together."""
     total = {column: sum(row[column] for row in table.values()) for column in (*corruption.OUTCOMES, "unnoticed")}
-    wrong = [column for column in total if column not in corruption.GOOD]
+    bad = sum(count for column, count in total.items() if column not in corruption.GOOD)
     cases = sum(total[column] for column in corruption.OUTCOMES)
-    return {"cases": cases, "bad": sum(total[column] for column in wrong), "outcomes": total, "by_file": table}
+    return {"cases": cases, "bad": bad, "outcomes": total, "by_file": table}
 
 
 def read_figures() -> dict[str, Any]:
