@@ -39,6 +39,9 @@ def prepare(folder: Path) -> None:
     model.config.halting = calibrate_model(model, torch.randn(60, 1, 8, 8), alpha=0.2, delta=0.2)
     for name in ("config.json", "preprocessor_config.json", "model.safetensors", "calibration"):
         save_classifier(model, folder / name)
+    save_classifier(model, folder / "index of shards")
+    (folder / "index of shards" / "model.safetensors").unlink()
+    model.save_pretrained(folder / "index of shards", max_shard_size="1KB")
     vit = tiny_teacher("vit", image_size=8, patch_size=4, num_labels=3).module
     vit.config.image_mean, vit.config.image_std = [0.5] * 3, [0.5] * 3
     for name in ("ViT config.json", "ViT preprocessor_config.json", "teacher config.json", "teacher weights"):
@@ -227,6 +230,7 @@ TARGETS: dict[str, Target] = {
     "config.json": Target("config.json", hostile.bad_json, _read_classifier),
     "preprocessor_config.json": Target("preprocessor_config.json", hostile.bad_json, _read_prediction),
     "model.safetensors": Target("model.safetensors", hostile.bad_safetensors, _read_classifier),
+    "index of shards": Target("model.safetensors.index.json", hostile.bad_json, _read_classifier),
     "calibration": Target("config.json", _halting_only, _read_calibration),
     "ViT config.json": Target("config.json", hostile.bad_json, _read_classifier),
     "ViT preprocessor_config.json": Target("preprocessor_config.json", hostile.bad_json, _read_prediction),
