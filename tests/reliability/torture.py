@@ -74,13 +74,18 @@ def try_kills(folder: Path, options: Any) -> dict[str, Any]:
             outcome = survey.try_fault(kind, number)
             if outcome == "not reached":
                 continue
-            row[kind] += 1
-            row["survived"] += outcome == "survived"
-            if outcome != "survived":
-                print("BAD", f"{name} {kind} at {number} of {survey.events}: {outcome}", flush=True)
+            note(row, kind, outcome, f"{name} {kind} at {number} of {survey.events}")
         table[name] = row
         print(name, row, flush=True)
     return counted(table, faults.KILLS)
+
+
+def note(row: dict[str, int], kind: str, outcome: str, where: str) -> None:
+    """One fault more in the row of its task."""
+    row[kind] += 1
+    row["survived"] += outcome == "survived"
+    if outcome != "survived":
+        print(f"BAD {where}: {outcome}", flush=True)
 
 
 def kept_rows(part: str, options: Any) -> dict[str, dict[str, int]]:
@@ -101,10 +106,7 @@ def try_disk(folder: Path, options: Any) -> dict[str, Any]:
         row = dict.fromkeys(("writes", *faults.ERRORS, "survived"), 0) | {"writes": survey.writes}
         for number, kind in [(n, k) for n in range(1, survey.writes + 1) for k in faults.ERRORS]:
             outcome = survey.try_fault(kind, number)
-            row[kind] += 1
-            row["survived"] += outcome == "survived"
-            if outcome != "survived":
-                print("BAD", f"{name} {kind} at {number} of {survey.writes}: {outcome}", flush=True)
+            note(row, kind, outcome, f"{name} {kind} at {number} of {survey.writes}")
         table[name] = row
         print(name, row, flush=True)
     return counted(table, faults.ERRORS)
@@ -115,10 +117,8 @@ def try_full_disk(folder: Path, options: Any) -> dict[str, Any]:
     survey, row = faults.Survey("train", folder), {"ENOSPC": 0, "survived": 0}
     for size in range(20, 400, 20):
         outcome = faults.try_full_disk(survey, size, folder / "small")
-        row["ENOSPC"] += outcome != "not reached"
-        row["survived"] += outcome == "survived"
-        if outcome not in ("survived", "not reached"):
-            print("BAD", f"{size} kB: {outcome}", flush=True)
+        if outcome != "not reached":
+            note(row, "ENOSPC", outcome, f"{size} kB")
     return counted({"train": row}, ["ENOSPC"])
 
 
