@@ -260,6 +260,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a toy budget that only shows that the script runs")
     parser.add_argument("--only", nargs="+", help="names of teachers; default: all")
+    parser.add_argument("--finished", action="store_true", help="train nothing: what the finished rows say so far")
     parser.add_argument("--teacher-epochs", type=float, default=8)
     parser.add_argument("--student-epochs", type=float, default=8)
     parser.add_argument("--audited", type=int, default=600, help="training images that the audit sees")
@@ -275,6 +276,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     images, rows, missing = load_images(), {}, []
     for name in options.only or teachers:
         file = options.output / "rows" / f"{name.replace(', ', '-').replace(' ', '-')}-seed{options.seed}.json"
+        if not file.exists() and options.finished:
+            missing.append(name)
+            continue
         if not file.exists():
             try:
                 row = measure(teachers[name], images, options.output / file.stem, options)

@@ -225,6 +225,9 @@ def test_which_vits_can_be_turned_is_measured_once_and_resumed(tmp_path: Path, c
     assert (tmp_path / "which_vits.svg").stat().st_size > 1000
     monkeypatch.setattr(which_vits, "measure", lambda *_: pytest.fail("measured again"))
     assert which_vits.main(words)["rows"] == report["rows"]
+    so_far = which_vits.main(["--quick", "--finished", "--output", str(tmp_path)])
+    assert so_far["rows"] == report["rows"]
+    assert len(so_far["left_out"]) == len(small_teachers.small_teachers()) - 2
 
 
 def test_the_correlation_of_the_audit_with_what_came_of_it() -> None:

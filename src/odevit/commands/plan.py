@@ -39,7 +39,7 @@ def plan(
         "multiply-accumulates, an epoch": f"{numbers['macs_per_epoch'] / 1e15:,.3f} P",
         "memory of a process": f"{numbers['memory_per_process'] / 1e9:,.2f} GB",
         "cache on disk": f"{numbers['cache'] / 1e9:,.2f} GB" + _shared(numbers),
-        "images/s, measured here": f"{numbers['images_per_second_here']:,.0f}",
+        "images/s, measured here": _speed(numbers["images_per_second_here"]),
         "hours here": _hours(numbers["hours_here"]),
     }
     if device_tflops is not None:
@@ -66,6 +66,10 @@ def find_source(config: DataConfig, images: int | None) -> Source:
 def _shared(numbers: dict[str, Any]) -> str:
     each = numbers["cache_per_process"]
     return f", {each / 1e9:,.2f} GB of each process" if each < numbers["cache"] else ""
+
+
+def _speed(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _hours(value: float | None) -> str:
