@@ -193,6 +193,7 @@ def test_smoke_reads_the_family_from_config_json_not_from_the_path(family, tmp_p
 def test_smoke_works_without_the_teacher_being_there(name, capsys):
     recipe = Recipe.from_dict({**DEFAULT, "data": {"name": "digits"}, "distill": {"teacher": name}})
     teacher = smoke_teacher(recipe)
+    assert teacher.checksum() == smoke_teacher(recipe).checksum()  # processes that meet again have the same one
     assert isinstance(teacher, Teacher)
     assert teacher.family == "vit"
     assert "a tiny ViT stands in" in capsys.readouterr().out

@@ -159,12 +159,15 @@ def write_comparison(
 
 
 def smoke_teacher(recipe: Recipe) -> Teacher:
-    """A tiny random teacher of the family of the recipe's own teacher, as its config.json tells it."""
+    """A tiny random teacher of the family of the recipe's own teacher, as its config.json tells it; in every process
+    the same."""
     assert recipe.distill is not None
     family = family_of(recipe.distill.teacher)
     if family is None:
         print(f"{recipe.distill.teacher or 'the teacher'} is not here, so its family is unknown: a tiny ViT stands in")
-    return tiny_teacher(family or "vit", image_size=32, patch_size=8, num_channels=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return tiny_teacher(family or "vit", image_size=32, patch_size=8, num_channels=1)
 
 
 def family_of(name: str) -> str | None:
