@@ -3,8 +3,10 @@
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from tiny_distillations import recipe_of
 from tiny_runs import tiny_recipe
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,9 +16,12 @@ from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.commands.plan import plan
 from odevit.commands.train import train_recipe
 from odevit.data import load_data
+from odevit.distill.objective import build
 from odevit.distill.plan import (
     SOURCES,
+    Source,
     activation_bytes,
+    cache_bytes,
     images_per_second,
     make_plan,
     mean_macs,
@@ -79,13 +84,31 @@ def test_a_plan_of_a_run_that_then_happens(tmp_path, monkeypatch):
     assert numbers["cache"] == 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache": "cls"},
+        {"cache": "cls", "cache_top": 3, "augment": {"crop": 1}, "cache_views": 2},
+        {"cache": "all", "cache_top": 3, "cache_shards": 2},
+    ],
+)
+def test_the_cache_has_the_size_that_was_planned(options, teacher_folder, data, tmp_path):
+    recipe = recipe_of(tmp_path, teacher_folder, losses={"kl": 1.0}, **options)
+    student, objective = build(recipe, data)
+    planned = cache_bytes(recipe, Source(len(data.train), 8, 1, 10), student, objective.teacher)
+    columns = [np.load(path, mmap_mode="r") for path in tmp_path.glob("cache/*/*.npy")]
+    assert planned == sum(column.nbytes for column in columns)
+
+
 @pytest.mark.slow
 def test_imagenet_with_dinov2_base_is_planned_without_either(capsys, monkeypatch):
     monkeypatch.setattr(odevit.distill.plan, "images_per_second", lambda *_: 1.0)
     numbers = plan("imagenet/dinov2-base", device_tflops=300, processes=8, as_json=True)
     assert json.loads(capsys.readouterr().out)["processes"] == 8
     assert numbers["teacher_parameters"] == pytest.approx(86.6e6, rel=0.03)
-    assert numbers["macs_per_image"] > 23e9 * 0.9  # the teacher alone: 256 tokens through 12 blocks of width 768
+    assert numbers["macs_per_image"] > 4 * 4 * 261 * 12 * 768**2 / 2  # forward, twice backward, recomputed; 4 steps at least
+    assert numbers["cache"] == 1_281_167 * (13 * 768 * 2 + 196 + 8)  # CLS path in half precision, 32 logits, label
+    assert numbers["cache_per_process"] == numbers["cache"] / 8
     assert numbers["hours_here"] == pytest.approx(30 * 1_281_167 / 3600)
     work = 2 * numbers["macs_in_all"] / (8 * 300e12 * numbers["utilisation"])
     assert numbers["hours_there"] == pytest.approx(work / 3600)
