@@ -106,7 +106,7 @@ def test_imagenet_with_dinov2_base_is_planned_without_either(capsys, monkeypatch
     numbers = plan("imagenet/dinov2-base", device_tflops=300, processes=8, as_json=True)
     assert json.loads(capsys.readouterr().out)["processes"] == 8
     assert numbers["teacher_parameters"] == pytest.approx(86.6e6, rel=0.03)
-    assert numbers["macs_per_image"] > 4 * 4 * 261 * 12 * 768**2 / 2  # forward, twice backward, recomputed; 4 steps at least
+    assert numbers["macs_per_image"] > 4 * 4 * 261 * 6 * 768**2  # forward, backward twice, recomputed; 4 steps at least
     assert numbers["cache"] == 1_281_167 * (13 * 768 * 2 + 196 + 8)  # CLS path in half precision, 32 logits, label
     assert numbers["cache_per_process"] == numbers["cache"] / 8
     assert numbers["hours_here"] == pytest.approx(30 * 1_281_167 / 3600)
