@@ -14,13 +14,21 @@ from typer.testing import CliRunner
 import odevit_cli
 from odevit.analysis import load_analyses
 from odevit.analysis.comparison import compare
-from odevit.commands.distill import DEFAULT, distill_recipe, family_of, images_to_choose_by, smoke_teacher
+from odevit.commands.distill import (
+    DEFAULT,
+    SMOKE,
+    SMOKE_OVERRIDES,
+    distill_recipe,
+    family_of,
+    images_to_choose_by,
+    smoke_teacher,
+)
 from odevit.commands.train import train_recipe
 from odevit.data import DataConfig, load_data
 from odevit.data.splits import MemorySplit
 from odevit.distill.objective import Distillation
 from odevit.distill.student import student_of
-from odevit.recipe import Recipe, recipe_names
+from odevit.recipe import Recipe, override, recipe_names
 from odevit.teachers.teacher import Teacher, tiny_teacher
 from odevit.training.runlog import read_metrics
 
@@ -165,7 +173,17 @@ def test_of_two_processes_the_first_alone_prints_and_writes(recipe_file, tmp_pat
 # --- recipes and smoke runs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if Recipe.load(name).task == "distill"])
+def smoke_runs() -> list[str]:
+    """A recipe for each smoke run: --smoke takes other data and another teacher, so that some recipes become one."""
+    runs = {}
+    for name in RECIPES:
+        if (recipe := Recipe.load(name)).task == "distill":
+            values = override({**recipe.to_dict(), **SMOKE}, [*SMOKE_OVERRIDES, "distill.teacher=tiny"])
+            runs.setdefault(json.dumps(values, sort_keys=True), name)
+    return list(runs.values())
+
+
+@pytest.mark.parametrize("name", smoke_runs())
 def test_distillation_recipes_run_end_to_end_with_smoke(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert invoke("distill", "--recipe", name, "--smoke").exit_code == 0
