@@ -130,6 +130,14 @@ def run_arm(arm_and_changes: tuple[Arm, list[str]], assignments: list[str], fold
     return row
 
 
+def print_rows(rows: dict[str, Any], columns: list[str], title: str) -> None:
+    print(f"{title}, 2,000 held-out images, top-1 in %\n")
+    print(f"| | parameters | epochs | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")
+    for name, row in rows.items():
+        cells = [f"{100 * row[column]:.1f}" if column in row else "" for column in columns]
+        print(f"| {name} | {row['parameters']:,} | {row['epochs']:.1f} | {' | '.join(cells)} |")
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__ or "", STUDIES, minutes=9, output="runs/flow")
     options = parser.parse_args(arguments)
@@ -137,11 +145,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     arms = {name: (arm, changes.get(name, [])) for name, arm in STUDIES[options.study].items()}
     rows = run_study(parser, options, arms, run_arm, title=options.study)
     columns = ["model", *SETTINGS, *(["test"] if options.study == "peers" else [])]
-    print(f"{options.study}, {options.minutes:g} minutes each, 2,000 held-out images, top-1 in %\n")
-    print(f"| | parameters | epochs | {' | '.join(columns)} |\n|---|---|---|{'---|' * len(columns)}")
-    for name, row in rows.items():
-        cells = [f"{100 * row[column]:.1f}" if column in row else "" for column in columns]
-        print(f"| {name} | {row['parameters']:,} | {row['epochs']:.1f} | {' | '.join(cells)} |")
+    print_rows(rows, columns, f"{options.study}, {options.minutes:g} minutes each")
     return rows
 
 

@@ -12,11 +12,14 @@ import pytest
 import small_teachers
 import stability as stability_script
 import torch
+import tried as tried_script
 import which_vits
 from studies import rank_interval
 
-from odevit import OdeViTConfig
+from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit.model.solvers import Grid
 from odevit.recipe import Recipe
+from odevit.training.objectives import Classification
 
 
 def test_contraction_hypothesis_runs(tmp_path: Path, capsys: Any) -> None:
@@ -70,6 +73,45 @@ def test_an_arm_is_trained_and_measured_once(tmp_path: Path, capsys: Any) -> Non
     assert set(flow_script.SETTINGS) < set(rows["batch 64 (seed 0)"])
     assert "| batch 64 (seed 0) |" in capsys.readouterr().out
     assert flow_script.main(arguments) == rows  # only read
+
+
+@pytest.mark.parametrize("name", tried_script.FIELDS)
+def test_a_field_in_time_keeps_the_orders_of_the_solvers(name: str) -> None:
+    """With weights away from their start: the field does depend on time, and midpoint is of second order in it."""
+    torch.manual_seed(0)
+    restore = tried_script.patch(name)
+    try:
+        config = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_attention_heads": 2}
+        model = OdeViTForImageClassification(OdeViTConfig(**config, depth=1, num_labels=3)).double()
+        for parameter in model.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        x = torch.randn(1, 5, 8, dtype=torch.float64)
+        ends = {k: model.odevit.evolve(x, k, "midpoint").xs[-1] for k in (8, 16, 400)}
+        coarse, fine = (torch.linalg.vector_norm(ends[k] - ends[400]) for k in (8, 16))
+        assert 3.3 < coarse / fine < 4.7
+        field = model.odevit.fields[0]
+        tried_script.now[0] = 0.0
+        early = field(x)
+        tried_script.now[0] = 1.0
+        assert not torch.allclose(field(x), early, atol=1e-3)
+    finally:
+        restore()
+
+
+def test_what_is_tried_is_taken_out_again(tmp_path: Path) -> None:
+    small = [
+        "data.name=digits",
+        "data.image_size=8",
+        "model.image_size=8",
+        "model.patch_size=2",
+        "model.num_channels=1",
+    ]
+    arguments = ["tried", "--steps", "1", "--only", "jittered steps", "consistency", "--output", str(tmp_path)]
+    for assignment in (*small, "optim.batch_size=16", "data.limit=60"):
+        arguments += ["--set", assignment]
+    before = Classification.__call__, Grid.steps
+    assert len(tried_script.main(arguments)) == 2
+    assert (Classification.__call__, Grid.steps) == before
 
 
 def test_rank_correlation() -> None:

@@ -1,0 +1,191 @@
+"""Tried outside the library: what else might carry more per parameter, on CIFAR-10 from scratch at equal optimiser steps.
+
+    python experiments/tried.py tried --steps 800 --seeds 0 1 --set data.name=DIRECTORY --share 1/2   # beside it 2/2
+    python experiments/tried.py tried --steps 800 --seeds 0 1                                         # the table
+
+Arms beside the model as it is (experiments/flow.py, "sequence pooling"): γ and β of the field's norms as piecewise
+linear functions of time (`norms`), output gains too (`gains`), low-rank corrections of every matrix whose weights
+depend on time (`low rank`), steps of random length (`jittered steps`), and a Kullback-Leibler term that draws half as
+many steps to the answer of all of them (`consistency`). Each is a patch of the field, the grid or the objective that
+lives here only: an option enters the library when it pays (docs/RESULTS.md).
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flow
+import torch
+import torch.nn.functional as nnf
+from studies import run_study, study_parser
+from torch import Tensor, nn
+
+from odevit.model import field as field_module
+from odevit.model import model as model_module
+from odevit.model import solvers
+from odevit.model.field import VectorField
+from odevit.training.objectives import Classification, Terms
+
+KNOTS, RANK = 4, 4
+now = [0.0]  # the time in [0, 1] at which a field is evaluated; the solvers below keep it
+
+
+def at_now(knots: Tensor) -> Tensor:
+    """Piecewise linear interpolation of (KNOTS, …) at the present time."""
+    place = min(1.0, now[0]) * (KNOTS - 1)
+    left = min(int(place), KNOTS - 2)
+    return knots[left] + (place - left) * (knots[left + 1] - knots[left])
+
+
+class ModulatedField(VectorField):
+    """norm(X) (1 + γ(t)) + β(t) in the place of norm(X), and (1 + gain(t)) times what comes out."""
+
+    gains = False
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        width = self.attention.query.in_features
+        self.norms_in_time = nn.Parameter(torch.zeros(KNOTS, 4, width))
+        self.gains_in_time = nn.Parameter(torch.zeros(KNOTS, 2, width)) if self.gains else None
+
+    def _gain(self, part: int) -> Tensor | float:
+        return 1.0 if self.gains_in_time is None else 1 + at_now(self.gains_in_time)[part]
+
+    def F(self, x: Tensor) -> Tensor:
+        scale, shift = at_now(self.norms_in_time)[:2]
+        return self.scale * self._gain(0) * self.mlp(self.norm_f(x) * (1 + scale) + shift)
+
+    def G(self, x: Tensor) -> Tensor:
+        scale, shift = at_now(self.norms_in_time)[2:]
+        return self.scale * self._gain(1) * self.attention(self.norm_g(x) * (1 + scale) + shift)
+
+
+class FieldWithGains(ModulatedField):
+    gains = True
+
+
+class LowRankLinear(nn.Linear):
+    """W + U diag(s(t)) V."""
+
+    def __init__(self, inside: int, outside: int):
+        super().__init__(inside, outside, bias=False)
+        self.up = nn.Parameter(torch.zeros(1, outside, RANK))  # three axes: not a matrix for Muon
+        self.down = nn.Parameter(torch.randn(1, RANK, inside) * inside**-0.5)
+        self.in_time = nn.Parameter(torch.linspace(-1, 1, KNOTS).reshape(KNOTS, 1, 1).repeat(1, 1, RANK))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + ((x @ self.down[0].T) * at_now(self.in_time)[0]) @ self.up[0].T
+
+
+class LowRankField(VectorField):
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        for part, names in ((self.mlp, ("w1", "w2")), (self.attention, ("query", "key", "value", "out"))):
+            for name in names:
+                old = getattr(part, name)
+                setattr(part, name, LowRankLinear(old.in_features, old.out_features))
+
+
+def timed(step: solvers.Step, stages: tuple[float, ...]) -> solvers.Step:
+    """A solver's step whose i-th evaluation of the field is at the i-th of these shares of it."""
+
+    def run(field: Any, x: Tensor, h: float) -> Tensor:
+        start, left = now[0], iter(stages)
+
+        def drift(y: Tensor) -> Tensor:
+            now[0] = start + next(left) * h
+            return field(y)
+
+        y = step(drift, x, h)
+        now[0] = start + h
+        return y
+
+    return run
+
+
+def jittered(steps: Callable[[solvers.Grid], Iterator[tuple[int, float]]]) -> Callable:
+    def run(grid: solvers.Grid) -> Iterator[tuple[int, float]]:
+        planned = list(steps(grid))
+        if not torch.is_grad_enabled():  # in training only
+            return iter(planned)
+        lengths = torch.rand(len(planned)) + 0.5
+        lengths *= grid.horizon / lengths.sum()
+        return iter([(phase, h) for (phase, _), h in zip(planned, lengths.tolist(), strict=True)])
+
+    return run
+
+
+def consistent(call: Callable[..., Terms]) -> Callable[..., Terms]:
+    def run(self: Classification, model: Any, images: Tensor, *args: Any, **options: Any) -> Terms:
+        terms = call(self, model, images, *args, **options)
+        assert terms.logits is not None
+        fewer = max(1, (options["integration"].num_steps or model.config.num_steps) // 2)
+        short = model(images, num_steps=fewer).logits.log_softmax(dim=1)
+        term = 0.5 * nnf.kl_div(short, terms.logits.detach().softmax(dim=1), reduction="batchmean")
+        return terms._replace(losses=terms.losses | {"consistency": term})
+
+    return run
+
+
+FIELDS = {"norms": ModulatedField, "gains": FieldWithGains, "low rank": LowRankField}
+ARMS = ("as it is", *FIELDS, "jittered steps", "consistency")
+STAGES = {"euler": (0.0,), "midpoint": (0.0, 0.5), "rk4": (0.0, 0.5, 0.5, 1.0)}
+
+
+def patch(arm: str) -> Callable[[], None]:
+    """Put the arm in the library's place; returns what takes it out again."""
+    kept = (
+        VectorField,
+        dict(solvers.SOLVERS),
+        model_module.OdeViTModel.evolve,
+        solvers.Grid.steps,
+        Classification.__call__,
+    )
+    if arm in FIELDS:
+        field_module.VectorField = FIELDS[arm]  # type: ignore[misc]
+        for name, stages in STAGES.items():
+            dict.__setitem__(solvers.SOLVERS, name, kept[1][name]._replace(step=timed(kept[1][name].step, stages)))
+
+        def evolve(self: Any, *args: Any, **options: Any) -> solvers.Solution:
+            now[0] = 0.0
+            return kept[2](self, *args, **options)
+
+        model_module.OdeViTModel.evolve = evolve  # type: ignore[method-assign]
+    elif arm == "jittered steps":
+        solvers.Grid.steps = jittered(kept[3])  # type: ignore[method-assign]
+    elif arm == "consistency":
+        Classification.__call__ = consistent(kept[4])  # type: ignore[method-assign]
+
+    def restore() -> None:
+        field_module.VectorField = kept[0]  # type: ignore[misc]
+        dict.update(solvers.SOLVERS, kept[1])
+        model_module.OdeViTModel.evolve = kept[2]  # type: ignore[method-assign]
+        solvers.Grid.steps = kept[3]  # type: ignore[method-assign]
+        Classification.__call__ = kept[4]  # type: ignore[method-assign]
+
+    return restore
+
+
+def run_arm(arm: str, assignments: list[str], folder: Path) -> dict[str, Any]:
+    if (folder / "settings.json").exists():
+        return json.loads((folder / "settings.json").read_text())
+    restore = patch(arm)
+    try:
+        return flow.run_arm(((flow.OURS, flow.SHORT), []), assignments, folder)
+    finally:
+        restore()
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = study_parser(__doc__ or "", ["tried"], minutes=None, output="runs/tried")
+    parser.add_argument("--steps", type=int, default=800)
+    options = parser.parse_args(arguments)
+    options.overrides.append(f"optim.steps={options.steps}")
+    rows = run_study(parser, options, {name: name for name in ARMS}, run_arm, title=f"tried-{options.steps}")
+    flow.print_rows(rows, ["model", *flow.SETTINGS], f"{options.steps} steps each")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
