@@ -1,4 +1,4 @@
-"""Tried outside the library: what else might carry more per parameter, on CIFAR-10 from scratch at equal optimiser steps.
+"""Tried outside the library: what else might carry more per parameter, from scratch on CIFAR-10 at equal steps.
 
     python experiments/tried.py tried --steps 800 --seeds 0 1 --set data.name=DIRECTORY --share 1/2   # beside it 2/2
     python experiments/tried.py tried --steps 800 --seeds 0 1                                         # the table
