@@ -37,13 +37,14 @@ def test_the_examples_come_from_the_run_of_the_model(run, tmp_path, capsys):
     assert f"page: {path}" in capsys.readouterr().out
 
 
-def test_a_model_without_a_run_has_a_page_without_examples(run, tmp_path):
+def test_a_model_without_a_run_has_a_page_without_examples(run, tmp_path, capsys):
     (run / "model").rename(alone := tmp_path / "alone")
     try:
         payload = payload_of(page(str(alone), title="T", output=tmp_path / "page.html"))
     finally:
         alone.rename(run / "model")
     assert payload["examples"] == []
+    assert "--data gives them" in capsys.readouterr().out
     assert (payload["title"], len(payload["classes"])) == ("T", 10)
 
 

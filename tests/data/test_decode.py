@@ -26,6 +26,12 @@ def encoded(image, kind="PNG", **options):
     return buffer.getvalue()
 
 
+def spoilt(data):
+    """Bytes in the middle turned round."""
+    middle = len(data) // 2
+    return data[:middle] + bytes(255 - value for value in data[middle : middle + 20]) + data[middle + 20 :]
+
+
 def ramp16():
     return np.linspace(0, 65535, 16).astype(np.uint16).reshape(4, 4)
 
@@ -119,12 +125,13 @@ def test_decompression_bombs_are_refused_from_their_header(side):
     ("data", "reason"),
     [
         (encoded(scene(100, 100))[:120], "truncated"),
+        (spoilt(encoded(scene(100, 100), "GIF")), "data stream"),
         (b"", "not an image of a known kind"),
         (b"hello", "not an image of a known kind: PNG, JPEG"),
         (encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF"), "8 or 16 bits"),
         (encoded(Image.fromarray(np.zeros((4, 4), np.int32)), "TIFF"), "8 or 16 bits"),
     ],
-    ids=["truncated", "empty", "text", "float", "32 bits"],
+    ids=["truncated", "corrupt", "empty", "text", "float", "32 bits"],
 )
 def test_what_cannot_be_read_is_named_with_its_reason(data, reason, tmp_path):
     file = tmp_path / "odd.png"

@@ -36,6 +36,8 @@ def page(
     title = title or Path(model).resolve().name
     path = write_page(page_of(network, loaded, teacher=teaching, title=title), output)
     print(f"page: {path} ({path.stat().st_size / 1e6:.2f} MB; open it in a browser, or put it on any static host)")
+    if loaded is None:
+        print("It has no examples and no class means: the model's data is not known here; --data gives them.")
     return path
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from odevit.commands import best_device
 from odevit.commands.console import check_output
 from odevit.data.decode import CorruptImageError, find_images, read_image
+from odevit.model.halting import saved_rule
 from odevit.training.classifiers import load_classifier, own_frame
 from odevit.training.evaluation import model_input
 
@@ -76,7 +77,7 @@ def flow_options(network: Any, steps: int | None, solver: str | None, full_depth
         name: value for name, value in (("num_steps", steps), ("solver", solver)) if value is not None
     }
     if not options and not full_depth and getattr(network.config, "halting", None):
-        return {"halting": "calibrated"}
+        return {"halting": saved_rule(network)}  # its weights are looked at once, not at every batch
     if options and not hasattr(network, "odevit"):
         raise ValueError(f"--steps and --solver are for ODE-ViTs; this is a {type(network).__name__}")
     return options
