@@ -58,7 +58,10 @@ class Watch:
         from torch.distributed.distributed_c10d import _get_default_store
 
         self.rank, self.world, self.folder = rank, world, folder
-        self.store: Any = _get_default_store().clone()  # type: ignore[attr-defined]  # a connection of its own
+        store: Any = _get_default_store()
+        self.store: Any = (
+            store.clone() if hasattr(store, "clone") else None
+        )  # a connection of its own; not in old torch
         self.stopped = threading.Event()
         self.handles: dict[int, int] = {}  # of the processes on this machine
         self.heard = {other: b"" for other in range(world) if other != rank}  # last words
@@ -66,6 +69,11 @@ class Watch:
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self.talk, self.look)]
 
     def start(self) -> None:
+        if (
+            self.store is None
+        ):  # then only kills are noticed: behind the main thread's own questions we might seem silent
+            self.threads = []
+            return
         self.store.set(f"odevit/place/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         for thread in self.threads:
             thread.start()
@@ -74,7 +82,7 @@ class Watch:
         self.stopped.set()
         for thread in self.threads:
             thread.join(5 * BEAT)
-        if last_word is not None and not self.threads[0].is_alive():
+        if last_word is not None and not any(thread.is_alive() for thread in self.threads) and self.store is not None:
             with suppress(RuntimeError):  # the process that keeps the store has ended before us
                 self.store.set(f"odevit/alive/{self.rank}", last_word)
 
