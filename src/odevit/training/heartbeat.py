@@ -59,9 +59,7 @@ class Watch:
 
         self.rank, self.world, self.folder = rank, world, folder
         store: Any = _get_default_store()
-        self.store: Any = (
-            store.clone() if hasattr(store, "clone") else None
-        )  # a connection of its own; not in old torch
+        self.store: Any = store.clone() if hasattr(store, "clone") else None  # its own connection; not in old torch
         self.stopped = threading.Event()
         self.handles: dict[int, int] = {}  # of the processes on this machine
         self.heard = {other: b"" for other in range(world) if other != rank}  # last words
@@ -69,9 +67,7 @@ class Watch:
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self.talk, self.look)]
 
     def start(self) -> None:
-        if (
-            self.store is None
-        ):  # then only kills are noticed: behind the main thread's own questions we might seem silent
+        if self.store is None:  # only kills are noticed: behind the main thread's questions we might seem silent
             self.threads = []
             return
         self.store.set(f"odevit/place/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
