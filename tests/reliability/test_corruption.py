@@ -1,5 +1,6 @@
 """Spoilt files: a right answer or one sentence, in time, in memory, and nothing is run. `make torture` tries 10,000."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -131,3 +132,14 @@ def test_a_config_names_no_code_of_the_hub_and_no_endless_work(key, value, messa
     for read in (load_classifier, load_teacher):
         with pytest.raises(ValueError, match=f"must be {message}"):
             read(str(place))
+
+
+@pytest.mark.parametrize("name", ["config.json", "checkpoint meta", "run", "image png", "image folder", "parquet"])
+def test_a_pipe_is_not_waited_for(name, good, tmp_path):
+    """Reading one waits until somebody writes."""
+    shutil.copytree(good / name, tmp_path / name)
+    file = next((tmp_path / name).glob(handed.TARGETS[name].file))
+    file.unlink()
+    os.mkfifo(file)
+    with contextlib.suppress(ValueError, OSError):
+        handed.TARGETS[name].read(tmp_path / name)

@@ -77,6 +77,8 @@ def open_image(file: str | Path | bytes) -> Any:
     """The PIL image, header read, pixels not."""
     from PIL import Image
 
+    if not isinstance(file, bytes) and Path(file).exists() and not Path(file).is_file():
+        raise ValueError("it is not a file")  # a pipe would be waited for
     image = Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=IMAGE_FORMATS)
     if image.width * image.height > MAX_PIXELS:
         raise ValueError(

@@ -135,7 +135,9 @@ def _open_path(path: Path) -> dict[str, Any]:
         if path.suffix != ".parquet":
             raise ValueError(f"a data file must be .parquet; got {path}. For images, give the folder.")
         return _load_parquet({"train": [str(path)]})
-    files = sorted(path.rglob("*.parquet"))
+    if not path.is_dir():
+        raise ValueError(f"{path} is neither a file nor a folder")
+    files = sorted(file for file in path.rglob("*.parquet") if file.is_file())
     return _load_parquet(_group_by_split(files, path)) if files else _open_folder(path)
 
 
