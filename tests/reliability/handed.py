@@ -1,5 +1,7 @@
 """Every kind of file that a user can hand to odevit: a good one, tiny, and the way it is read."""
 
+import copy
+import importlib.util
 import io
 import json
 import random
@@ -46,12 +48,28 @@ def prepare(folder: Path) -> None:
     vit.config.image_mean, vit.config.image_std = [0.5] * 3, [0.5] * 3
     for name in ("ViT config.json", "ViT preprocessor_config.json", "teacher config.json", "teacher weights"):
         save_classifier(vit, folder / name)
+    if importlib.util.find_spec("peft"):
+        _prepare_adapters(folder, vit)
     generator = random.Random(0)
     pixels = Image.frombytes("RGB", (24, 16), generator.randbytes(24 * 16 * 3))
     for suffix in ("png", "jpg", "gif", "webp", "bmp", "tiff", "ppm"):
         (folder / f"image {suffix}").mkdir()
         pixels.save(folder / f"image {suffix}" / f"image.{suffix}")
     _prepare_runs(folder)
+
+
+def _prepare_adapters(folder: Path, base: Any) -> None:
+    """PEFT's files beside the model that they adapt."""
+    import peft
+
+    from odevit.training.classifiers import save_classifier
+
+    for name in ("adapter config", "adapter weights"):
+        save_classifier(base, folder / f"base of {name}")
+        settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        network = peft.get_peft_model(copy.deepcopy(base).requires_grad_(True), settings)
+        network.peft_config["default"].base_model_name_or_path = str(folder / f"base of {name}")
+        network.save_pretrained(folder / name)
 
 
 def _prepare_runs(folder: Path) -> None:
@@ -236,6 +254,8 @@ TARGETS: dict[str, Target] = {
     "ViT preprocessor_config.json": Target("preprocessor_config.json", hostile.bad_json, _read_prediction),
     "teacher config.json": Target("config.json", hostile.bad_json, _read_teacher),
     "teacher weights": Target("model.safetensors", hostile.bad_safetensors, _read_teacher),
+    "adapter config": Target("adapter_config.json", hostile.bad_json, _read_teacher),
+    "adapter weights": Target("adapter_model.safetensors", hostile.bad_safetensors, _read_teacher),
     "recipe": Target("recipe.yaml", hostile.bad_yaml, _read_recipe),
     "checkpoint meta": Target("step-00000005/meta.json", hostile.bad_json, _read_checkpoint, verified=True),
     "checkpoint state": Target("step-00000005/state.safetensors", hostile.bad_safetensors, _read_checkpoint, True),
@@ -250,3 +270,5 @@ TARGETS: dict[str, Target] = {
         for suffix in ("png", "jpg", "gif", "webp", "bmp", "tiff", "ppm")
     },
 }
+if not importlib.util.find_spec("peft"):
+    TARGETS = {name: target for name, target in TARGETS.items() if "adapter" not in name}
