@@ -138,4 +138,4 @@ def test_commands_run(command, quickstart, home, monkeypatch):
     words += SHORTER.get(verb, "").split()
     done = CliRunner().invoke(odevit_cli.app, [verb, *words], catch_exceptions=False)
     assert done.exit_code == 0
-    assert done.stdout.strip()
+    assert (done.stdout + done.stderr).strip()
