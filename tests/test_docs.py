@@ -43,6 +43,7 @@ def snippets(page: str) -> list[tuple[str, str]]:
     return re.findall(r"```(bash|python)\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_every_snippet_runs(page, home, monkeypatch, capsys):
     monkeypatch.chdir(home)
