@@ -192,6 +192,7 @@ def trained() -> OdeViTForImageClassification:
     return model.eval().requires_grad_(False).double()
 
 
+@pytest.mark.slow
 def test_no_attack_succeeds_within_the_certified_radius_of_200_images(trained):
     images, labels = digits()
     images, labels = images[1500:1700].double(), labels[1500:1700]

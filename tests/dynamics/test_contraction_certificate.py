@@ -58,6 +58,7 @@ def pixels_to_logits(model: OdeViTForImageClassification) -> Any:
     return lambda pixels: SimpleNamespace(logits=model((pixels - mean.to(pixels)) / std.to(pixels)).logits)
 
 
+@pytest.mark.slow
 def test_no_attack_beats_a_certificate(trained: OdeViTForImageClassification, digits: Split) -> None:
     pixels = digits.fetch(torch.arange(48))[0].float() / 255
     forward = pixels_to_logits(trained)

@@ -1,5 +1,6 @@
 """The search for the cheapest setting: costs against a count, choices against brute force."""
 
+import pytest
 import torch
 from problems import tiny_images, tiny_model
 
@@ -7,6 +8,7 @@ from odevit.dynamics.cost import count_macs
 from odevit.dynamics.setting import Setting, affordable_settings, cheapest, try_settings
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_a_count_and_no_setting_is_dearer_than_the_models_own():
     model = tiny_model(num_steps=5, num_fields=2)
     found = affordable_settings(model)

@@ -60,6 +60,7 @@ def harmless(model, tmp_path_factory):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=NAMES)
+@pytest.mark.slow
 def test_names_are_text(name, model, harmless, tmp_path):
     assert [Elements(text).found for text in written(model, name, tmp_path)] == harmless
 
