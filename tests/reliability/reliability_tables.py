@@ -19,12 +19,11 @@ def table(part: str, figures: dict[str, Any]) -> str:
         said = f"{figures['cases']:,} spoilt files, {figures['bad']} bad."
         said += " Unnoticed: another answer of a file that has a checksum."
         return f"{said}\n\n{_rows('file', rows)}"
-    said = f"{figures['faults']:,} faults, {figures['survived']:,} survived ({_spent(figures)})."
+    said = f"{figures['faults']:,} faults, {figures['survived']:,} survived."
+    if part == "kill":
+        kills = sum(row["kill"] + row["moment"] for row in figures["by_task"].values())
+        said += f" {kills:,} by SIGKILL, the others by the limit in the middle of a file."
     return said + ("\n\n" + _rows("task", figures["by_task"]) if "by_task" in figures else "")
-
-
-def _spent(figures: dict[str, Any]) -> str:
-    return f"{figures['seconds'] / 60:.0f} minutes on a busy core"
 
 
 def _rows(what: str, rows: dict[str, dict[str, int]]) -> str:
