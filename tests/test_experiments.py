@@ -286,7 +286,7 @@ def test_the_correlation_of_the_audit_with_what_came_of_it() -> None:
     assert found["certified"] == {"rank_correlation": 1.0, "interval": None, "n": 5}
     assert found["radius"]["rank_correlation"] is None
     assert found["distance_over_radius"]["rank_correlation"] == pytest.approx(-1)
-    assert which_vits.verdicts(rows)["ViT"].startswith("2 of 10 keep 98% of their accuracy (kept: 90.0 to 99.0 %)")
+    assert which_vits.verdicts(rows)["ViT"].startswith("10 of 10 keep 90% of their accuracy (kept: 90.0 to 99.0 %)")
 
 
 def test_the_interval_of_a_rank_correlation_covers_it() -> None:
