@@ -32,7 +32,14 @@ from torch import Tensor
 
 from odevit.analysis.audit import FIELD_TOLERANCE, path_shape, suggested_steps, teacher_sample
 from odevit.analysis.contraction import agreement
-from odevit.analysis.tied_field import Sample, fit_runs, phase_fits, sample_tokens, suggested_fields
+from odevit.analysis.tied_field import (
+    Sample,
+    constant_residual,
+    fit_runs,
+    phase_fits,
+    sample_tokens,
+    suggested_fields,
+)
 from odevit.atomic import write_file
 from odevit.commands.distill import DEFAULT
 from odevit.data import load_data
@@ -80,6 +87,7 @@ def audit_numbers(sample: Sample) -> dict[str, Any]:
         "one_field_of_best": (1 - fits[0].residual) / best,
         "cls_explained_by_one_field": 1 - fits[0].residual_cls,
         "explained_by_one_field_per_layer": 1 - fits[-1].residual,
+        "explained_by_one_constant_per_layer": 1 - constant_residual(sample),
         "suggested_fields": fields,
         "suggested_steps": max(suggested_steps(cls), suggested_steps(others)),
         "turning": float(cls.turning.mean()) if len(cls.turning) else 1.0,
