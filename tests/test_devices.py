@@ -78,10 +78,11 @@ def comparison(device, folder):
 
 
 def report(device, folder):
+    from odevit.analysis.dense import LEAST
     from odevit.commands.analyze import Report, write_study
 
     student, teacher = student_and_teacher(device)
-    wanted = Report(folder, max_images=6, options=OPTIONS, live=True)
+    wanted = Report(folder, max_images=2 * LEAST, options=OPTIONS, live=True)  # fewer: no dense probe
     with pytest.MonkeyPatch.context() as patch:
         make_brief(patch)
         findings = write_study(student, random_data(), teacher, wanted, names={"model": "m", "data": "d"})[1]
