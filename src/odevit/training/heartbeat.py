@@ -35,9 +35,12 @@ def heartbeat(accelerator: Any, folder: Path) -> Iterator[None]:
     if accelerator.num_processes == 1:
         yield
         return
+    from accelerate.utils import gather_object
+
     watch = Watch(accelerator.process_index, accelerator.num_processes, folder)
     watch.start()
     try:
+        watch.find(gather_object([(socket.gethostname(), os.getpid())]))
         yield
         watch.stop(DONE)
     except RuntimeError as error:
@@ -70,7 +73,6 @@ class Watch:
         if self.store is None:  # only kills are noticed: behind the main thread's questions we might seem silent
             self.threads = []
             return
-        self.store.set(f"odevit/place/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         for thread in self.threads:
             thread.start()
 
@@ -92,7 +94,6 @@ class Watch:
                     if self.store.check([f"odevit/alive/{rank}"]):
                         self.heard[rank] = self.store.get(f"odevit/alive/{rank}")
                         self.silent[rank] *= self.heard[rank] == before
-                self.find_places()
 
     def look(self) -> None:
         while not self.stopped.wait(BEAT):
@@ -102,19 +103,18 @@ class Watch:
             if self.silent[longest] * BEAT > PATIENCE:
                 self.end(longest)
 
-    def find_places(self) -> None:
-        """Handles of the processes on this machine: unlike numbers, they never mean another process later."""
+    def find(self, places: list[tuple[str, int]]) -> None:
+        """Handles of the processes on this machine, from (host, number) of all: unlike numbers, they never mean another
+        process later. All are found before the first step, lest one be frozen that nobody can end."""
         for rank in self.heard:
-            if rank not in self.handles and self.store.check([f"odevit/place/{rank}"]):
-                host, pid = self.store.get(f"odevit/place/{rank}").decode().rsplit(" ", 1)
-                self.handles[rank] = -1
-                if host == socket.gethostname() and hasattr(os, "pidfd_open"):
-                    with suppress(OSError):
-                        self.handles[rank] = os.pidfd_open(int(pid))
+            host, number = places[rank]
+            if host == socket.gethostname() and hasattr(os, "pidfd_open"):
+                with suppress(OSError):
+                    self.handles[rank] = os.pidfd_open(number)
 
     def end(self, rank: int) -> None:
         """End a silent process, lest it hold the run's lock or write when it wakes, and this one: it cannot go on."""
-        if self.handles.get(rank, -1) >= 0:
+        if rank in self.handles:
             with suppress(OSError):
                 signal.pidfd_send_signal(self.handles[rank], signal.SIGKILL)
         print(f"error: {self.sentence(f'process {rank} of this run is silent')}", file=sys.stderr, flush=True)
