@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check 
 
 help:
 	@echo "make quickstart   two minutes, once installed: a ViT turned into a flow, with a report"
-	@echo "make fast         the tests that take less than a second each, for every save (under a minute on 2 cores)"
+	@echo "make fast         the tests that take no more than a third of a second each, for every save (a minute on 2 cores)"
 	@echo "make test         lint, types and all tests (under 10 minutes on 2 cores; JOBS=4 for more cores)"
 	@echo "make mutants      do the tests notice broken mathematics? (about 15 minutes)"
 	@echo "make bench        every claim of speed beside its peers, on a quiet machine (under 20 minutes)"
@@ -26,7 +26,7 @@ test: .venv/test.stamp lint types
 	PYTHONPATH=.venv/timm $(PYTEST) tests/with_timm
 
 fast: .venv/test.stamp
-	$(PYTEST) --ignore tests/with_timm -m "not slow"
+	PYTHONDONTWRITEBYTECODE= $(PYTEST) --ignore tests/with_timm -m "not slow"
 
 # breaks the mathematics on purpose, one line at a time, and counts how often the tests notice
 mutants: .venv/test.stamp

@@ -140,6 +140,7 @@ def test_findings(teacher: Teacher) -> None:
     assert f"{finding.value['observed']:.1%}" in finding.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("distance", "radius"), [(0.0, 2.0), (1.0, 0.0), (1.0, torch.inf)])
 def test_figure_in_extreme_cases(distance: float, radius: float) -> None:
     """A perfect student, ties, and a single class can be drawn."""

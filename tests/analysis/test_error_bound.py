@@ -46,6 +46,7 @@ def test_rates_are_those_of_the_field_over_unit_time():
     assert torch.allclose(rates.curvature, exact, rtol=1e-3)  # the path is RK4's
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 16])
 def test_the_bound_holds_on_linear_systems_with_L_and_with_mu(count):
     torch.manual_seed(1)

@@ -24,6 +24,7 @@ def test_mean_intervals_cover(count, skewed):
     assert (0.84 if skewed else 0.93) < covered < 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [FEWEST, 10, 40])
 @pytest.mark.parametrize("rho", [0.0, 0.6])
 def test_correlation_intervals_cover(count, rho):

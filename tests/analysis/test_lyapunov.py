@@ -17,6 +17,7 @@ def study(count: int = 24, teacher=None, **overrides) -> Study:
     return Study(model, tiny_images(count), torch.arange(count) % 3, ["a", "b", "c"], teacher=teacher, batch_size=10)
 
 
+@pytest.mark.slow
 def test_analysis_tells_what_it_measured():
     looked_at = study(patch_size=8)
     top, classes = run(looked_at)
@@ -33,12 +34,14 @@ def test_analysis_tells_what_it_measured():
     json.dumps([top.value, classes.value], allow_nan=False)
 
 
+@pytest.mark.slow
 def test_classes_of_few_images_have_no_interval():
     _, classes = run(study(9))
     assert [row["interval"] for row in classes.value["classes"]] == [None] * 3
     assert classes.value["correlation_classes"]["interval"] is None
 
 
+@pytest.mark.slow
 def test_signs_are_those_of_the_quotient_where_constants_do_not_count():
     """Without any field the flow stands still: every exponent is 0, and 0 is neither positive nor negative."""
     looked_at = study(8)
@@ -68,6 +71,7 @@ def test_contracting_flow_is_seen_to_contract(monkeypatch):
     assert "approach" in top.headline
 
 
+@pytest.mark.slow
 def test_teacher_is_measured_on_all_images():
     from odevit.teachers.teacher import tiny_teacher
 

@@ -94,6 +94,7 @@ def test_user_text_is_escaped(tmp_path):
     assert json.loads(data[1])["paths"][0]["label"] == evil
 
 
+@pytest.mark.slow
 def test_nothing_from_outside_and_unique_ids(tmp_path):
     findings = [Finding(f"a/{k}", None, "T", "Text.", line_figure()) for k in range(3)]
     page, _ = report(tmp_path, findings)

@@ -103,6 +103,7 @@ def test_the_square_is_cut_from_the_centre():
     assert (read_pixels(encoded(image), 1, Frame.middle(4)) == 255).all()
 
 
+@pytest.mark.slow
 def test_a_hundred_megapixels_are_read():
     data = encoded(Image.new("1", (10_000, 10_000), 1), "TIFF", compression="group4")
     with pytest.warns(Image.DecompressionBombWarning):

@@ -85,6 +85,7 @@ def test_mixed_sizes_need_an_image_size(tmp_path):
     assert (both == red).flatten(1).all(1).sum() == 1
 
 
+@pytest.mark.slow
 def test_size_that_the_probe_missed_is_noticed(tmp_path):
     folder = write_folder(tmp_path / "images", (150, 10, 10))
     Image.fromarray(pixels(1, side=9)).save(folder / "cat" / "001.png")
@@ -151,6 +152,7 @@ def test_parquet_without_datasets_metadata(tmp_path):
 # streaming
 
 
+@pytest.mark.slow
 def test_streamed_batches_equal_those_from_memory(tmp_path):
     folder = write_folder(tmp_path / "images")
     memory = load(folder)

@@ -85,6 +85,7 @@ def test_losses_are_kl_and_cross_entropy_with_gradients(tmp_path, teacher):
     assert all(p.grad.abs().max() > 0 for n, p in student.named_parameters() if p.numel())
 
 
+@pytest.mark.slow
 def test_distill_runs_to_its_end_and_compares(tmp_path, teacher):
     result = distill_recipe(recipe(tmp_path, teacher, cache="logits"), report=None, progress_bar=False)
     comparison = json.loads((result.folder / "comparison.json").read_text())
@@ -94,6 +95,7 @@ def test_distill_runs_to_its_end_and_compares(tmp_path, teacher):
     assert comparison["teacher"]["macs"] > 0
 
 
+@pytest.mark.slow
 def test_extra_images_teach_without_labels(tmp_path, teacher):
     data = load_data(DataConfig(name="digits", limit=96))
     both = with_extra_images(data.train, "digits")

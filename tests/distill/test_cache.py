@@ -105,6 +105,7 @@ def test_images_that_nothing_augments_are_not_stored_again(teacher, train, tmp_p
     assert (open_cache(tmp_path, teacher, train, AUGMENTED).folder / "images.npy").exists()
 
 
+@pytest.mark.slow
 def test_the_largest_logits_are_kept_with_the_sum_of_the_others(teacher, train, tmp_path):
     whole = open_cache(tmp_path, teacher, train, transform())
     top = open_cache(tmp_path, teacher, train, transform(), top=3, temperature=2.0)
@@ -187,6 +188,7 @@ def test_a_folder_of_another_key_is_overwritten_not_used(teacher, train, tmp_pat
     assert files(open_cache(tmp_path, teacher, train, transform()).folder) == good
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["before a column", "before meta", "inside a row", "no meta"])
 @pytest.mark.parametrize("chunk", [0, 1, 4])
 def test_an_interrupted_build_resumes_byte_for_byte(stop, chunk, teacher, train, tmp_path, monkeypatch):

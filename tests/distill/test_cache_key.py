@@ -44,6 +44,7 @@ def test_what_a_teacher_computes_is_part_of_the_key(family):
     assert settings(load_teacher(teacher.module).module) == settings(teacher.module)
 
 
+@pytest.mark.slow
 def test_activation_and_config_are_part_of_the_key_and_names_are_not(tmp_path):
     torch.manual_seed(0)
     teacher = tiny_teacher("deit", image_size=16, patch_size=8, num_channels=1)

@@ -48,6 +48,7 @@ def parts_of(folder, teacher, train, change=None, **options):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tokens": "all"}, {"tokens": "logits"}, {"tokens": "cls", "top": 3}])
 def test_rows_are_those_of_one_piece(options, teacher, train, tmp_path):
     whole = open_cache(tmp_path, teacher, train, transform(views=2), say=lambda text: None, **options)

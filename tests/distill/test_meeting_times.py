@@ -11,6 +11,7 @@ from odevit.model.solvers import Grid
 distances = st.lists(st.floats(0.01, 100), min_size=1, max_size=24).map(torch.tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @given(distances=distances, horizon=st.floats(0.1, 10))
 @settings(max_examples=100, deadline=None)
@@ -40,6 +41,7 @@ def test_matched_steps_are_strictly_increasing_for_any_grid(distances, num_steps
     assert steps[0] >= 1
 
 
+@pytest.mark.slow
 @given(distances=distances, extra=st.integers(0, 100))
 @settings(max_examples=200, deadline=None)
 def test_apportionment_stays_within_one_step_of_the_quota_unless_the_minimum_binds(distances, extra):
@@ -79,6 +81,7 @@ def test_unequal_steps_meet_layers_at_their_own_times():
     assert match_steps([2 / 9, 1.0], Grid(7, phases=3)) == [(1, 2), (2, 7)]
 
 
+@pytest.mark.slow
 @given(distances=distances, num_steps=st.integers(1, 60), phases=st.integers(1, 5))
 @settings(max_examples=200, deadline=None)
 def test_fewer_steps_than_layers_meet_the_nearest_free_layer(distances, num_steps, phases):

@@ -143,6 +143,7 @@ def test_student_in_place_of_the_teacher_has_no_loss(teacher_folder, data, tmp_p
     assert float(sum(terms.losses.values()).detach()) == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_monitor_is_told_how_near_the_teacher_is(teacher_folder, data, tmp_path):
     """Against the teacher's own logits and head, one decision plane at a time."""

@@ -98,6 +98,7 @@ def test_cached_and_online_teachers_give_the_same_losses(cache, teacher_folder, 
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_with_a_cache_the_teacher_never_runs_again_and_nothing_is_augmented_twice(
     teacher_folder, data, tmp_path, monkeypatch
 ):

@@ -39,6 +39,7 @@ def tiny():
     )
 
 
+@pytest.mark.slow
 def test_the_schedule_is_weighted_by_its_share_of_the_steps():
     loop = LoopConfig(step_schedule=[(0.0, 2), (0.25, [4, 6, "heun 3"])])
     assert schedule_shares(loop) == [(2, None, 0.25), (4, None, 0.25), (6, None, 0.25), (3, "heun", 0.25)]
@@ -72,6 +73,7 @@ def test_state_of_the_optimisers():
     assert state_bytes(10, 100, muon) == 4 * (100 + 10 * 3)
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_run_that_then_happens(tmp_path, monkeypatch):
     monkeypatch.setattr(odevit.distill.plan, "images_per_second", partial(images_per_second, seconds=0.1))
     recipe = tiny_recipe(tmp_path / "run", data={"limit": None})

@@ -69,6 +69,7 @@ def test_every_part_is_copied_by_name_and_none_is_shared(teacher):
     assert not theirs & {parameter.data_ptr() for parameter in student.parameters()}
 
 
+@pytest.mark.slow
 def test_training_a_student_leaves_the_teacher_as_it_is(teacher):
     before, student = teacher.checksum(), student_of(teacher, freeze_head=False).train()
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)

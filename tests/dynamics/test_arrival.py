@@ -69,6 +69,7 @@ def test_lipschitz_on_ball_against_search(norm, attention):
             assert (grown <= bound * (ends[0] - ends[1]).flatten(1).norm(dim=1) * (1 + 1e-9)).all()
 
 
+@pytest.mark.slow
 def test_certified_rule_never_changes_an_answer_and_fires_on_calm_flows():
     fired = 0
     for seed in range(12):

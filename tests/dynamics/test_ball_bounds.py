@@ -60,6 +60,7 @@ def test_gelu_bend_is_the_largest_second_derivative_of_gelu():
     assert x[bend.argmax()].abs() < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eps", [1e-6, 0.3])
 def test_layer_norm_bounds_are_attained(eps):
     """Among all x (1, 6) of one length and all directions: 2/√3 · √d/R² is reached, √d/R only where eps is small."""
@@ -147,6 +148,7 @@ def test_at_a_point_the_first_bound_is_the_local_one(bias):
     torch.testing.assert_close(first, attention_bound(attention, z))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("r", [0.01, 0.05])
 def test_first_bound_of_a_saturated_map_grows_with_the_ball(r):
     """Where the map is nearly one-hot its derivative is nearly that of the values; a step away it is not."""

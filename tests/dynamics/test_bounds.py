@@ -40,6 +40,7 @@ def random_rows(count: int, n: int, generator: torch.Generator) -> Tensor:
     return torch.softmax(torch.randn(count, n, generator=generator, dtype=torch.float64) * temperature, dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 17, 50])
 def test_g_bounds_the_eigenvalues_of_the_softmax_jacobian(n):
     p = random_rows(2500, n, torch.Generator().manual_seed(n))  # 15,000 rows in all
@@ -185,6 +186,7 @@ def test_mlp_bound_is_never_below_the_jacobian_norm():
         assert mlp_bound(mlp, x.shape[-2]) >= dense_norm(mlp, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", list(NORMS))
 @pytest.mark.parametrize("kind", ["softmax", "l2"])
 def test_field_bound_is_never_below_the_jacobian_norm(norm, kind):

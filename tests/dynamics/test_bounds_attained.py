@@ -21,6 +21,7 @@ def slope(f, x: Tensor, v: Tensor) -> Tensor:
     return jvp(f, (x,), (unit(v),))[1].flatten(1).norm(dim=1)
 
 
+@pytest.mark.slow
 def test_mlp_bound_is_attained_by_some_weights():
     """Matrices of norm one, biases, state and direction all climb: the slope of GELU, 1.129, is reached."""
     torch.manual_seed(0)
@@ -38,6 +39,7 @@ def test_mlp_bound_is_attained_by_some_weights():
     assert 0.98 < best / mlp_bound(mlp, 1) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "needed"), [(2, 1.1), (8, 0.8)])
 def test_l2_bound_stands_above_what_ascent_finds(n, needed):
     """Two tokens: the derivative passes √n/√e, so the bound needs its terms in c."""

@@ -96,6 +96,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_at_the_radius_nothing_is_left_of_the_margin(name, exact, monkeypatch):
@@ -216,6 +217,7 @@ def _gradient_direction(model, images, answer):
     return gradient / gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -232,6 +234,7 @@ def test_certificate_is_sound_for_other_models(overrides):
     assert torch.equal(result.answer, model(images).logits.argmax(dim=1))
 
 
+@pytest.mark.slow
 def test_bounded_jacobians_give_a_smaller_radius_than_exact_ones(trained, monkeypatch):
     images = digits()[0][1500:1510]
     exact = certify(trained, images).radius

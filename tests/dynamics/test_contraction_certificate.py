@@ -69,6 +69,7 @@ def test_no_attack_beats_a_certificate(trained: OdeViTForImageClassification, di
     assert float(radius.median()) > 0.01
 
 
+@pytest.mark.slow
 def test_certified_accuracy_counts_right_answers_beyond_each_radius(
     trained: OdeViTForImageClassification, digits: Split
 ) -> None:
@@ -195,6 +196,7 @@ def test_arrival_bound_holds_on_a_contractive_flow() -> None:
     assert tightest > 0.9
 
 
+@pytest.mark.slow
 def test_certified_halting_stops_early_and_never_errs(trained: OdeViTForImageClassification, digits: Split) -> None:
     images = model_input(trained, digits.fetch(torch.arange(256))[0])
     trained.config.num_steps = 24

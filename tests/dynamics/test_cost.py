@@ -34,6 +34,7 @@ def test_parameters_of_the_papers_models(preset, ratio, total):
     assert counts == {"total": total, "trainable": total, "blocks": block}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "limit"), [("cifar-nano", 0.25e6), ("cifar-tiny", 0.5e6), ("cifar-small", 4e6)])
 def test_cifar_presets_keep_their_limits(preset, limit):
     total = count_parameters(OdeViTForImageClassification.from_preset(preset))["total"]
@@ -48,6 +49,7 @@ def test_frozen_parameters_are_not_trainable():
     assert counts["total"] - counts["trainable"] == 33 * 5
 
 
+@pytest.mark.slow
 def test_macs_of_paper_base(paper_base):
     n, d, steps = 1 + 14 * 14 + 10, 768, 23
     macs = count_macs(paper_base)
@@ -56,6 +58,7 @@ def test_macs_of_paper_base(paper_base):
     assert macs.total == macs.flow + 14 * 14 * 3 * 16**2 * d + d * 100
 
 
+@pytest.mark.slow
 def test_macs_of_a_vit_base_at_224():
     with torch.device("meta"):
         vit = ViTForImageClassification(ViTConfig(num_labels=1000))
@@ -66,6 +69,7 @@ def test_macs_of_a_vit_base_at_224():
     assert macs.total / 1e9 == pytest.approx(17.56, abs=0.01)
 
 
+@pytest.mark.slow
 def test_macs_grow_linearly_with_the_steps():
     model = tiny_model()
     one = count_macs(model, num_steps=1)
@@ -99,6 +103,7 @@ def test_adaptive_solvers_have_no_count(solver):
             count_macs(arguments[0], solver=arguments[1])
 
 
+@pytest.mark.slow
 def test_description_agrees_with_the_counts():
     model = tiny_model(num_fields=2, tokenizer="conv")
     numbers = describe(model, num_steps=6, solver="heun")

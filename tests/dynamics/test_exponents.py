@@ -55,6 +55,7 @@ def singular_exponents(flow, x: Tensor, total_time: float, quotient: bool = Fals
     return torch.linalg.svdvals(rows).log() / total_time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, 6, 24])
 @pytest.mark.parametrize("quotient", [False, True])
 def test_model_exponents_are_singular_values_of_the_whole_map(num_steps, quotient):
@@ -79,6 +80,7 @@ def test_model_exponents_follow_the_models_own_integrator(overrides):
     assert torch.allclose(model_exponents(model, images(2), 2).value, exact[:, :2], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_model_exponents_do_not_depend_on_batches_and_leave_modes_alone():
     model = tiny_model(dropout=0.5, drop_path=0.5, spectral_cap=1.0).train()
     model.odevit.fields[0].attention.eval()  # a part that someone has frozen
@@ -97,6 +99,7 @@ def test_exponents_are_per_unit_of_depth_whatever_the_horizon():
     assert torch.allclose(model_exponents(short, images(), 2).value, model_exponents(long, images(), 2).value)
 
 
+@pytest.mark.slow
 def test_adaptive_solver_is_replaced_by_rk4():
     model = tiny_model()
     found = model_exponents(model, images(1), 1, solver="dopri5", num_steps=3)
@@ -190,6 +193,7 @@ def normal_matrix(eigenvalues: list[complex]) -> Tensor:
 # --- long time: exact problems ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_linear_flow_gives_real_parts_of_eigenvalues():
     torch.manual_seed(0)
     a = normal_matrix([0.5, 0.29 + 2j, -0.4, -1 + 0.5j])
@@ -226,6 +230,7 @@ def lorenz_jet(jet: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.slow
 def test_lorenz():
     step, jet_step = (partial(SOLVERS["rk4"].step, field, h=0.02) for field in (lorenz, lorenz_jet))
     x = torch.randn(800, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + torch.tensor(
@@ -247,6 +252,7 @@ def test_lorenz():
     assert found.sum().item() == pytest.approx(-(10 + 1 + 8 / 3), abs=0.01)
 
 
+@pytest.mark.slow
 def test_renormalising_a_slice_only_is_wrong_and_ours_is_right():
     """The published notebook's estimator on a linear system of two tokens whose true exponent is 0.290."""
     torch.manual_seed(0)

@@ -212,6 +212,7 @@ def test_error_bound_is_never_violated(case, num_steps):
     assert error_bound(mu, largest, num_steps) <= error_bound(lipschitz, largest, num_steps)
 
 
+@pytest.mark.slow
 def test_error_bound_on_a_vector_field_over_its_horizon():
     """ψ = T · field: with L and μ measured along the path, against RK4 with eight times the steps."""
     torch.manual_seed(0)

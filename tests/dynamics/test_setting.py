@@ -21,6 +21,7 @@ def test_costs_are_those_of_a_count_and_no_setting_is_dearer_than_the_models_own
         assert count_macs(model, solver=solver, num_steps=steps + 1).total > own
 
 
+@pytest.mark.slow
 def test_accuracies_are_the_models():
     model, images = tiny_model(num_steps=4), tiny_images(12)
     with torch.no_grad():
@@ -45,6 +46,7 @@ def test_the_cheapest_within_alpha_of_the_best():
     assert cheapest(tried, 0.5) == tried[0]
 
 
+@pytest.mark.slow
 def test_settings_that_blow_up_are_left_out():
     model, images = tiny_model(num_steps=3), tiny_images(2)
     with torch.no_grad():

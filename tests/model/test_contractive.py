@@ -90,6 +90,7 @@ def test_hessian_is_symmetric_and_between_zero_and_its_bounds(mixing: str) -> No
     assert closest > 0.9, "the bounds are nearly attained"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixing", ["none", "depthwise"])
 def test_log_norm_is_never_positive_at_searched_states(mixing: str) -> None:
     """1,200 states: states and weights climb the gradient of the largest eigenvalue of (J + Jᵀ)/2."""
@@ -113,6 +114,7 @@ def test_log_norm_is_never_positive_at_searched_states(mixing: str) -> None:
     assert seen >= 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "num_steps"),
     [("rk4", 12), ("euler", 4), ("lie_trotter", 2), ("heun", 4), ("rk4", 4), ("strang", 2)],
@@ -184,6 +186,7 @@ def test_options_of_the_softmax_field_are_refused(options: dict[str, Any]) -> No
         tiny_model(**options)
 
 
+@pytest.mark.slow
 def test_it_has_its_place_in_model_solvers_cost_and_analyses() -> None:
     model = tiny_model(num_fields=2, mixing="depthwise", num_registers=1)
     images = torch.randn(3, 1, 8, 8)

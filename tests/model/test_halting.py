@@ -23,6 +23,7 @@ def middle(values):
     return float(values.flatten().median())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", list(SCORES))
 @pytest.mark.parametrize("solver", ["euler", "heun"])
 def test_answers_are_those_of_the_step_at_which_it_stopped(score, solver):

@@ -311,6 +311,7 @@ def trainer(folder, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trainer_trains_evaluates_saves_and_resumes_exactly(checkpointing, tmp_path):
     whole = trainer(tmp_path / "run", gradient_checkpointing=checkpointing)

@@ -64,6 +64,7 @@ def test_evaluations_are_counted_truly(name):
     assert evaluations.F == 7 * SOLVERS[name].evaluations.F
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_adaptive_solvers_count_truly_and_reach_the_tolerance(name):
     counted = Counting(Logistic())
@@ -83,6 +84,7 @@ def test_gradients_pass_gradcheck(name):
     assert torch.autograd.gradcheck(final, (x, a))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_gradients_of_adaptive_solvers_equal_those_of_the_exact_solution(name):
     """Finite differences would see the step-size control jump; the exact solution does not."""
@@ -109,6 +111,7 @@ def test_agrees_with_torchdiffeq(method):
     assert torch.allclose(ours, expected, atol=1e-6 if method == "rk4" else 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SOLVERS, *ADAPTIVE])
 def test_linear_system_with_two_fields_switches_at_half_time(name):
     generator = torch.Generator().manual_seed(5)

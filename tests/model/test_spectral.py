@@ -106,6 +106,7 @@ def test_gradients_of_gram_norm_and_cap():
     assert torch.equal(zero.grad, torch.ones(3, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cap", [0.8, 1.5])
 def test_cap_holds_through_aggressive_training(cap):
     torch.manual_seed(0)

@@ -61,6 +61,7 @@ def good(tmp_path_factory):
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.bin", "tf_model.h5", "pytorch_model.bin.index.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("folder", ["model.safetensors", "teacher weights"])
 @pytest.mark.parametrize("by", ["pickle", "torch"])

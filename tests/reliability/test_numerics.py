@@ -27,6 +27,7 @@ def logits(model, pixels, **options):
     return model(pixels, **options).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "solver"), [*((1, solver) for solver in SOLVERS), (1000, "euler"), (1000, "lie_trotter")]
 )
@@ -106,6 +107,7 @@ def test_a_head_that_overflows_is_a_typed_error():
         logits(model, images() * 10)
 
 
+@pytest.mark.slow
 def test_a_stiff_field():
     """Steps longer than stability allows grow without bound: a typed error or finite numbers."""
     model = tiny_model(depth=2000)

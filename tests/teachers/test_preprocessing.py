@@ -135,6 +135,7 @@ def split(pair) -> MemorySplit:
     return MemorySplit(images, pair[0](prepare(images, 16, pair[0].mean, pair[0].std)).argmax(1))
 
 
+@pytest.mark.slow
 def test_a_teacher_gets_its_own_normalisation_in_every_analysis(pair, split):
     teacher, student = pair
     assert evaluate(teacher.module, split)["top1"] == 1

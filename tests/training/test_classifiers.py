@@ -56,6 +56,7 @@ def test_fine_tuning_a_saved_classifier_at_another_size(tmp_path, data):
     torch.testing.assert_close(loaded.eval()(images).logits, student.eval()(images).logits)
 
 
+@pytest.mark.slow
 def test_training_the_head_alone_leaves_the_rest_as_it_was(tmp_path, data):
     """How the paper's teacher is made: a linear head on a frozen backbone, which may have come without one."""
     from transformers import ViTConfig, ViTModel

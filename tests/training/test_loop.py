@@ -116,6 +116,7 @@ def test_test_split_is_read_once_and_only_at_the_end(tmp_path, data):
     assert torch.cat([indices for _, indices in reads]).sort().values.equal(torch.arange(len(data.test)))
 
 
+@pytest.mark.slow
 def test_without_test_split_the_numbers_say_so(tmp_path, data):
     result = train_recipe(
         tiny_recipe(tmp_path, optim={"steps": 4}), data=dataclasses.replace(data, test=None), progress_bar=False
@@ -134,6 +135,7 @@ def test_dropout_is_active_after_validation(tmp_path, data):
     assert active == [True] * 6
 
 
+@pytest.mark.slow
 def test_clipping_clips(tmp_path, data):
     norms = []
 
@@ -168,12 +170,14 @@ def test_saving_memory_and_time_does_not_change_the_numbers(change, tmp_path, da
         torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_step_schedule_and_its_evaluations(tmp_path, data):
     recipe = tiny_recipe(tmp_path, optim={"steps": 4}, loop={"log_every": 1, "step_schedule": [[0, 1], [0.5, 3]]})
     train_recipe(recipe, data=data, progress_bar=False)
     assert [r["evaluations"] for r in read_metrics(tmp_path) if r["kind"] == "train"] == [1, 1, 3, 3]
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_what_is_evaluated_and_saved(tmp_path, data):
     recipe = tiny_recipe(tmp_path, optim={"steps": 8, "ema": 0.99}, loop={"checkpoint_every": 8})
     result = train_recipe(recipe, data=data, progress_bar=False)
@@ -183,6 +187,7 @@ def test_averaged_weights_are_what_is_evaluated_and_saved(tmp_path, data):
     assert not torch.equal(state["average"]["classifier.weight"], state["model"]["classifier.weight"])
 
 
+@pytest.mark.slow
 def test_minutes_are_kept(tmp_path, data, monkeypatch):
     clock = [100.0]  # a quarter of a second passes in every step, and none elsewhere
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -198,6 +203,7 @@ def test_minutes_are_kept(tmp_path, data, monkeypatch):
     assert rates[-1] < 0.2 * max(rates)  # the cosine has come down
 
 
+@pytest.mark.slow
 def test_compile_is_asked_of_each_field(tmp_path, data, monkeypatch):
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
