@@ -21,6 +21,8 @@ from odevit.model.solvers import Grid
 from odevit.recipe import Recipe
 from odevit.training.objectives import Classification
 
+SMALL = ["data.name=digits", "data.image_size=8", "model.image_size=8", "model.patch_size=2", "model.num_channels=1"]
+
 
 def test_contraction_hypothesis_runs(tmp_path: Path, capsys: Any) -> None:
     report = contraction_hypothesis.main(["--quick", "--output", str(tmp_path)])
@@ -58,16 +60,9 @@ def test_every_arm_that_is_screened_changes_one_thing() -> None:
 
 
 def test_an_arm_is_trained_and_measured_once(tmp_path: Path, capsys: Any) -> None:
-    small = [
-        "data.name=digits",
-        "data.image_size=8",
-        "model.image_size=8",
-        "model.patch_size=2",
-        "model.num_channels=1",
-    ]
     budget = ["optim.minutes=null", "optim.steps=1", "optim.batch_size=16", "data.limit=60"]
     arguments = ["screen", "--only", "batch 64", "--output", str(tmp_path)]
-    for assignment in (*small, *budget):
+    for assignment in (*SMALL, *budget):
         arguments += ["--set", assignment]
     rows = flow_script.main(arguments)
     assert set(flow_script.SETTINGS) < set(rows["batch 64 (seed 0)"])
@@ -99,15 +94,8 @@ def test_a_field_in_time_keeps_the_orders_of_the_solvers(name: str) -> None:
 
 
 def test_what_is_tried_is_taken_out_again(tmp_path: Path) -> None:
-    small = [
-        "data.name=digits",
-        "data.image_size=8",
-        "model.image_size=8",
-        "model.patch_size=2",
-        "model.num_channels=1",
-    ]
     arguments = ["tried", "--steps", "1", "--only", "jittered steps", "consistency", "--output", str(tmp_path)]
-    for assignment in (*small, "optim.batch_size=16", "data.limit=60"):
+    for assignment in (*SMALL, "optim.batch_size=16", "data.limit=60"):
         arguments += ["--set", assignment]
     before = Classification.__call__, Grid.steps
     assert len(tried_script.main(arguments)) == 2
