@@ -6,6 +6,7 @@ python tests/reliability/torture.py kill --faults 110
 python tests/reliability/torture.py disk full                   ENOSPC, EIO and EACCES at every write; a full tmpfs
 python tests/reliability/torture.py ranks                       one of two processes killed, one frozen
 python tests/reliability/torture.py long --minutes 120          memory, file handles and disk of one run
+python tests/reliability/torture.py long --recipe cifar10/scratch --output DIR --set data.name=DIR   of a real one
 """
 
 import argparse
@@ -141,8 +142,8 @@ def try_ranks(folder: Path, options: Any) -> dict[str, Any]:
 
 def long_run(folder: Path, options: Any) -> dict[str, Any]:
     """One training with monitors, validation and checkpoints; memory, handles and disk once a minute."""
-    minutes = options.minutes
-    child = child_processes.start_child(_train_for, folder / "run", minutes)
+    minutes, run = options.minutes, Path(options.output).resolve() if options.output else folder / "run"
+    child = child_processes.start_child(_train_for, run, minutes, options.recipe, options.set)
     samples = []
     while child.is_alive():
         child.join(min(60.0, 6 * minutes))
@@ -152,16 +153,16 @@ def long_run(folder: Path, options: Any) -> dict[str, Any]:
             handles = len(os.listdir(f"/proc/{child.pid}/fd"))
         except (OSError, IndexError):
             break
-        disk = sum(file.stat().st_size for file in (folder / "run").rglob("*") if file.is_file()) / 1e6
+        disk = sum(file.stat().st_size for file in run.rglob("*") if file.is_file()) / 1e6
         samples.append((time.monotonic() / 3600, memory, handles, disk))
         spent = 60 * (samples[-1][0] - samples[0][0])
         print(f"{spent:6.1f} min  {memory:8.1f} MB  {handles:3} handles  {disk:8.2f} MB on disk", flush=True)
     child.join()
-    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     settled = samples[len(samples) // 4 :]  # the first quarter fills caches
     names = ("memory_mb", "handles", "disk_mb")
     spent = round(60 * (samples[-1][0] - samples[0][0]), 1)
-    result: dict[str, Any] = {"minutes": spent, "exit_code": child.exitcode, "bad": int(child.exitcode not in (0, 143))}
+    result: dict[str, Any] = {"recipe": options.recipe, "minutes": spent, "exit_code": child.exitcode, "bad": int(child.exitcode not in (0, 143))}
     result["steps"] = records[-1]["step"]
     result |= {kind: sum(record["kind"] == kind for record in records) for kind in ("val", "monitor")}
     for column, name in enumerate(names, start=1):
@@ -177,10 +178,14 @@ def _slope(x: list[float], y: list[float]) -> float:
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
 
 
-def _train_for(folder: Path, minutes: float) -> None:
+def _train_for(folder: Path, minutes: float, recipe: str, assignments: list[str]) -> None:
     from tiny_runs import tiny_recipe
 
-    from odevit.commands.train import train_recipe
+    from odevit.commands.train import train, train_recipe
+
+    if recipe:
+        train(recipe, [*assignments, f"optim.minutes={minutes}", f"output={folder}"])
+        return
 
     loop = {"eval_every": 100, "checkpoint_every": 100, "log_every": 50, "monitor_every": 100}
     optim = {"minutes": minutes, "ema": 0.9, "name": "muon", "label_smoothing": 0.1, "lr": 1e-3}
@@ -203,6 +208,9 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=110, help="kills")
     parser.add_argument("--tasks", default="", help="of kill and disk, with commas; the others' counts stay")
     parser.add_argument("--minutes", type=float, default=120, help="of the long run")
+    parser.add_argument("--recipe", default="", help="of the long run; default: a tiny model on digits")
+    parser.add_argument("--output", default="", help="where the long run is kept; default: it is removed")
+    parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE of the long run's recipe")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the server from which children are forked
     child_processes.processes.set_forkserver_preload([*child_processes.PRELOAD, "warm"])
