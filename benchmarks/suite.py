@@ -1,10 +1,12 @@
 """Every claim of speed, side by side in one run: `make bench` writes docs/BENCHMARKS.md and docs/benchmarks.json.
 
-    python benchmarks/suite.py [--quick] [--threads N] [--pair STUDENT TEACHER DATA]… [--output docs]
+    python benchmarks/suite.py [--quick] [--threads N] [--output docs]
+        [--pair STUDENT TEACHER DATA]… [--reached RUN ACCURACY MINUTES]
 
 Ours and the peer take turns; a line is the median over rounds of the ratio within a round, with its 10 % and 90 %
 quantiles, so that a busy machine disturbs both alike. Above 1 ours is better, whatever is measured. Weights are random
 except for --pair: a trained student (with its calibrated rule, if it has one) beside its teacher on real images.
+--reached: how much sooner than MINUTES the run came to ACCURACY on its held-out images.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import torch
 import training
 from peers import CLASSES, PATCH, PEERS, ROOT, SIDE, answer, available, cct, hugging_face_vit
 from torch import Tensor, nn
+from trained import time_to_accuracy, trained_pair
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.dynamics.cost import count_parameters
@@ -232,41 +235,6 @@ def disk_and_start(bench: Bench, quick: bool) -> None:
     bench.steps("start-up: import and build, against Hugging Face ViT", process(start), process(peer))
 
 
-def trained_pair(bench: Bench, student: str, teacher: str, data: str, quick: bool) -> None:
-    """A student beside its teacher on real images: accuracy of both, milliseconds, and with its calibrated rule."""
-    from odevit.commands.evaluate import choose_split, load_data_for
-    from odevit.model.halting import saved_rule
-    from odevit.training.classifiers import load_classifier, load_odevit
-    from odevit.training.evaluation import model_input
-
-    mine, theirs = load_odevit(student), load_classifier(teacher)
-    split = choose_split(load_data_for(mine, data, 64 if quick else 1000), "test")
-    pixels, labels = split.fetch(torch.arange(len(split)))
-    small, large = model_input(mine, pixels), model_input(theirs, pixels)
-    name = f"{Path(student).resolve().name} against {Path(teacher).resolve().name}"
-    right = []
-    for model, images in ((mine, small), (theirs, large)):
-        with torch.no_grad():
-            said = torch.cat([answer(model, part).argmax(1) for part in images.split(64)])
-        right.append(float((said == labels).double().mean()))
-    bench.add(f"accuracy: {name}, {len(labels)} images", right[0], right[1], right[0] / right[1], "share")
-    for batch in (1, 64):
-        a, b = small[:batch], large[:batch]
-        bench.faster(f"batch {batch}: {name}", lambda x=a: mine(x), lambda x=b: answer(theirs, x), per=batch)
-    if mine.config.halting:
-        rule, batch = saved_rule(mine), 64
-        with torch.no_grad():
-            halted = torch.cat([mine(part, halting=rule).logits.argmax(1) for part in small.split(64)])
-            full = torch.cat([mine(part).logits.argmax(1) for part in small.split(64)])
-        bench.notes.append(
-            f"{name}: halting at alpha = {mine.config.halting['alpha']:g} answers "
-            f"{float((halted != full).double().mean()):.2%} of {len(labels)} test images otherwise than the full depth"
-        )
-        parts = list(zip(small.split(batch), large.split(batch), strict=True))[: 2 if quick else 8]
-        bench.faster(f"batch {batch}, with halting: {name}", lambda: [mine(x, halting=rule) for x, _ in parts],
-                     lambda: [answer(theirs, x) for _, x in parts], per=batch * len(parts))  # fmt: skip
-
-
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +275,7 @@ def main(arguments: list[str] | None = None) -> Bench:
     parser.add_argument("--quick", action="store_true", help="few images and rounds: only to see it run")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--pair", nargs=3, action="append", default=[], metavar=("STUDENT", "TEACHER", "DATA"))
+    parser.add_argument("--reached", nargs=3, action="append", default=[], metavar=("RUN", "ACCURACY", "MINUTES"))
     parser.add_argument("--output", type=Path, default=ROOT / "docs")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -318,6 +287,8 @@ def main(arguments: list[str] | None = None) -> Bench:
     curve = memory_curve(bench, options.quick)
     for pair in options.pair:
         trained_pair(bench, *pair, quick=options.quick)
+    for run, accuracy, spent in options.reached:
+        time_to_accuracy(bench, Path(run), float(accuracy), float(spent))
     minutes = (time.perf_counter() - began) / 60
     write(bench, curve, options.output, machine(options.threads), minutes, options.quick)
     print(f"written: {options.output / 'BENCHMARKS.md'} and benchmarks.json")

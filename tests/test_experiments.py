@@ -11,9 +11,11 @@ import flow as flow_script
 import pytest
 import small_teachers
 import stability as stability_script
+import step_grid
 import torch
 import tried as tried_script
 import which_vits
+from problems import tiny_images, tiny_model
 from studies import rank_interval
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
@@ -305,3 +307,13 @@ def test_every_small_teacher_but_swin_is_one_that_a_student_can_follow() -> None
             module = teacher.build()
             assert find_family(module)
             assert len(small_teachers.answers(module, torch.zeros(2, 1, 8, 8))[0]) == 2
+
+
+def test_steps_of_unequal_length():
+    """They sum to the horizon; without growth they are the library's own steps."""
+    assert step_grid.lengths(3, 7.0, 2.0) == pytest.approx([1, 2, 4])
+    model, images = tiny_model(num_steps=3), tiny_images(12)
+    with torch.no_grad():
+        labels = model(images).logits.argmax(dim=1)
+    assert step_grid.accuracy(model, images, labels, 3, 1.0) == 1
+    assert step_grid.accuracy(model, images, (labels + 1) % model.config.num_labels, 3, 1.0) == 0

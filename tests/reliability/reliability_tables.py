@@ -35,9 +35,8 @@ def _rows(what: str, rows: dict[str, dict[str, int]]) -> str:
 
 
 def _long(figures: dict[str, Any]) -> str:
-    said = (
-        f"{figures['minutes']:g} minutes of training: {figures['steps']:,} steps, {figures['val']:,} validations and "
-    )
+    what = f"`{figures['recipe']}`" if figures.get("recipe") else "training"
+    said = f"{figures['minutes']:g} minutes of {what}: {figures['steps']:,} steps, {figures['val']:,} validations and "
     said += f"checkpoints, {figures['monitor']:,} looks of the monitors. From the first quarter's end to the end:\n\n"
     lines = ["| | then | at the end | largest | slope per hour |", "|---|---:|---:|---:|---:|"]
     for name, label in (("memory_mb", "memory, MB"), ("handles", "open files"), ("disk_mb", "disk, MB")):

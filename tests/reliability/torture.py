@@ -162,7 +162,12 @@ def long_run(folder: Path, options: Any) -> dict[str, Any]:
     settled = samples[len(samples) // 4 :]  # the first quarter fills caches
     names = ("memory_mb", "handles", "disk_mb")
     spent = round(60 * (samples[-1][0] - samples[0][0]), 1)
-    result: dict[str, Any] = {"recipe": options.recipe, "minutes": spent, "exit_code": child.exitcode, "bad": int(child.exitcode not in (0, 143))}
+    result: dict[str, Any] = {
+        "recipe": options.recipe,
+        "minutes": spent,
+        "exit_code": child.exitcode,
+        "bad": int(child.exitcode not in (0, 143)),
+    }
     result["steps"] = records[-1]["step"]
     result |= {kind: sum(record["kind"] == kind for record in records) for kind in ("val", "monitor")}
     for column, name in enumerate(names, start=1):
