@@ -8,14 +8,14 @@ import contraction_hypothesis
 import contraction_verdict
 import distillation as distillation_script
 import flow as flow_script
+import headlines
 import pytest
 import small_teachers
 import stability as stability_script
-import step_grid
 import torch
 import tried as tried_script
 import which_vits
-from problems import tiny_images, tiny_model
+from problems import tiny_model
 from studies import rank_interval
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
@@ -309,11 +309,23 @@ def test_every_small_teacher_but_swin_is_one_that_a_student_can_follow() -> None
             assert len(small_teachers.answers(module, torch.zeros(2, 1, 8, 8))[0]) == 2
 
 
-def test_steps_of_unequal_length():
-    """They sum to the horizon; without growth they are the library's own steps."""
-    assert step_grid.lengths(3, 7.0, 2.0) == pytest.approx([1, 2, 4])
-    model, images = tiny_model(num_steps=3), tiny_images(12)
-    with torch.no_grad():
-        labels = model(images).logits.argmax(dim=1)
-    assert step_grid.accuracy(model, images, labels, 3, 1.0) == 1
-    assert step_grid.accuracy(model, images, (labels + 1) % model.config.num_labels, 3, 1.0) == 0
+@pytest.mark.slow
+def test_headlines_read_a_run_and_keep_what_stands_beside_the_marks(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "run" / "model")
+    (tmp_path / "run" / "result.json").write_text(json.dumps({"top1": 0.875, "seconds": 90}))
+    (tmp_path / "run" / "recipe.yaml").write_text("data: {name: digits}\noptim: {epochs: 1}\nseed: 3\n")
+    (tmp_path / "RESULTS.md").write_text("before\n<!-- headlines -->\nold\n<!-- end -->\nafter\n")
+    options = ["--docs", str(tmp_path), "--add", str(tmp_path / "run"), "--name", "tiny", "--data", "CIFAR-10"]
+    for _ in range(2):  # the same run again replaces its row
+        rows = headlines.main(options)
+    mine = [row for row in rows if row.kind == headlines.KINDS[0]]
+    assert len(mine) == 1
+    assert mine[0].parameters == sum(p.numel() for p in model.parameters())
+    assert (mine[0].accuracy, mine[0].minutes, mine[0].seed) == (0.875, 1.5, 3)
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| 87.50 | 1.5, 3 | measured by us |" in text
+    assert all((tmp_path / f"accuracy-{what}.svg").stat().st_size > 1000 for what in ("parameters", "macs"))

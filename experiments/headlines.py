@@ -1,0 +1,118 @@
+"""The table of results on CIFAR beside the paper's and the peers' rows, and its two pictures.
+
+    python experiments/headlines.py --add RUN --name NAME --how WORDS --data CIFAR-10 --command "odevit train …"
+    python experiments/headlines.py             # the table in docs/RESULTS.md, docs/accuracy-{parameters,macs}.svg
+
+--add reads a finished run (its result.json, its weights) into docs/headlines.json. What others report is marked so.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from odevit.analysis.report.style import color, figure_style, subplots
+from odevit.dynamics.cost import count_macs, count_parameters
+from odevit.recipe import Recipe
+from odevit.training.classifiers import load_classifier
+
+DOCS = Path(__file__).parent.parent / "docs"
+KINDS = ("measured by us", "reported by them")
+
+
+class Row(NamedTuple):
+    name: str
+    data: str
+    how: str
+    parameters: float
+    macs: float | None
+    accuracy: float
+    kind: str = KINDS[0]
+    minutes: float | None = None
+    seed: int | None = None
+    command: str = ""
+
+
+REPORTED = [
+    Row("ODE-ViT, paper", "CIFAR-10", "from scratch", 0.5e6, None, 0.809, KINDS[1]),
+    Row("ODE-ViT Base, paper", "CIFAR-10", "distilled from ViT-B", 7.9e6, None, 0.885, KINDS[1]),
+    Row("ODE-ViT Base, paper", "CIFAR-100", "distilled from ViT-B", 7.9e6, None, 0.721, KINDS[1]),
+    Row("ODE-ViT, paper", "CIFAR-100", "from scratch", 4.2e6, None, 0.579, KINDS[1]),
+    Row("CCT-2/3x2", "CIFAR-10", "from scratch, 200 GPU epochs", 0.284e6, 33e6, 0.8917, KINDS[1]),
+    Row("CCT-2/3x2", "CIFAR-100", "from scratch, 200 GPU epochs", 0.284e6, 33e6, 0.6690, KINDS[1]),
+]
+
+
+def measured(run: Path, name: str, data: str, how: str, command: str) -> Row:
+    """What a finished run says of itself, its multiply-accumulates counted."""
+    result, model = json.loads((run / "result.json").read_text()), load_classifier(str(run / "model"))
+    parameters = count_parameters(model)["total"]
+    macs = count_macs(model).total if getattr(model.config, "model_type", "") == "odevit" else None
+    seed, minutes = Recipe.load(run / "recipe.yaml").seed, round(result["seconds"] / 60, 1)
+    return Row(name, data, how, parameters, macs, result["top1"], KINDS[0], minutes, seed, command)
+
+
+def read(file: Path) -> list[Row]:
+    return [Row(**row) for row in json.loads(file.read_text())] if file.exists() else []
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown, by data and accuracy."""
+    lines = ["| data | model | how | parameters | M multiply-accumulates | top-1 | CPU minutes, seed | by | command |"]
+    lines += ["|---|---|---|---:|---:|---:|---|---|---|"]
+    for row in sorted(rows, key=lambda row: (row.data, -row.accuracy)):
+        size = f"{row.parameters:,.0f}" if row.kind == KINDS[0] else f"{row.parameters / 1e6:g} M"
+        macs = "" if row.macs is None else f"{row.macs / 1e6:,.1f}"
+        spent = "" if row.minutes is None else f"{row.minutes:g}, {row.seed}"
+        command = f"`{row.command}`" if row.command else ""
+        right = f"{100 * row.accuracy:.2f}" if row.kind == KINDS[0] else f"{100 * row.accuracy:.4g}"
+        lines.append(
+            f"| {row.data} | {row.name} | {row.how} | {size} | {macs} | {right} | {spent} | {row.kind} | {command} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: list[Row], what: str, path: Path) -> None:
+    """Accuracy against parameters or multiply-accumulates: ours filled, what others report hollow."""
+    labels = {"parameters": "parameters", "macs": "multiply-accumulates an image"}
+    data = list(dict.fromkeys(row.data for row in rows))
+    with figure_style():
+        figure, panels = subplots(1, len(data), width=3.7 * len(data), height=3.2)
+        for axes, name in zip([panels] if len(data) == 1 else panels, data, strict=True):
+            shown = [row for row in rows if row.data == name and getattr(row, what) is not None]
+            for row in shown:
+                ours = row.kind == KINDS[0]
+                x, y = getattr(row, what), 100 * row.accuracy
+                axes.plot(x, y, "o", color=color(0 if ours else 1), fillstyle="full" if ours else "none")
+                axes.annotate(row.name, (x, y), xytext=(0, 6), textcoords="offset points", fontsize=6, ha="center")
+            axes.set(xscale="log", xlabel=labels[what], ylabel="top-1, %", title=name)
+            axes.margins(0.25)
+        figure.supxlabel("filled: measured by us; hollow: reported by them", fontsize=7)
+    figure.savefig(path, facecolor="white")
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", type=Path, metavar="RUN")
+    for option in ("--name", "--how", "--data", "--command"):
+        parser.add_argument(option, default="")
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    options = parser.parse_args(arguments)
+    file, page = options.docs / "headlines.json", options.docs / "RESULTS.md"
+    own = read(file)
+    if options.add:
+        row = measured(options.add, options.name, options.data, options.how, options.command)
+        own = [r for r in own if (r.name, r.data, r.how) != (row.name, row.data, row.how)] + [row]
+        file.write_text(json.dumps([r._asdict() for r in own], indent=1) + "\n")
+    rows = own + REPORTED
+    marked = re.compile("(<!-- headlines -->\n).*?(<!-- end -->)", re.DOTALL)
+    page.write_text(marked.sub(lambda match: f"{match[1]}{table(rows)}\n{match[2]}", page.read_text()))
+    for what in ("parameters", "macs"):
+        draw(rows, what, options.docs / f"accuracy-{what}.svg")
+    print(table(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
