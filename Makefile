@@ -34,7 +34,7 @@ mutants: .venv/test.stamp
 
 bench: .venv/test.stamp
 	$(PIP) --no-deps --upgrade --target .venv/timm vit-pytorch einops
-	$(BIN)/python benchmarks/suite.py $(BENCH)
+	KINETO_LOG_LEVEL=99 $(BIN)/python benchmarks/suite.py $(BENCH)
 
 # kills, failing disks and 10,000 spoilt files; `PARTS=long` trains for two hours and watches memory, handles and disk
 torture: .venv/test.stamp
