@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from odevit.analysis.flow import flow_gap
 from odevit.atomic import write_file
 from odevit.commands.calibrate import MOST_IMAGES, shuffled, write_config
-from odevit.commands.evaluate import load_data_for
+from odevit.commands.evaluate import held_out, load_data_for
 from odevit.data import Split
 from odevit.dynamics.calibration import calibrate_model, images_needed
 from odevit.dynamics.cost import count_macs
@@ -89,21 +89,22 @@ def _fill(target: Path, run: Path, name: str, data: str, command: str, data_name
     (target / "model.safetensors").chmod(0o644)
     model: Any = load_odevit(str(target))
     assert next(model.parameters()).dtype == torch.float32, "half-precision weights must be loaded in single precision"
-    loaded = load_data_for(model, data)
+    loaded = load_data_for(load_odevit(str(run / "model")), data)  # with the validation images of the run
     test = loaded.test or loaded.val
     scores = evaluate(model, test)
     images, labels = test.fetch(torch.arange(min(1000, len(test))))
     flow = flow_gap(model, model_input(model, images), labels)
     halting = calibrate_shipped(model, target, loaded.val, test)
     result = json.loads((run / "result.json").read_text())
-    seed = Recipe.load(run / "recipe.yaml").seed
+    recipe = Recipe.load(run / "recipe.yaml")
     entry = {
         "name": name, "data": data_name or data, "accuracy": scores["top1"], "images": scores["count"],
         "accuracy_before_halving": result["top1"], "parameters": sum(p.numel() for p in model.parameters()),
         "macs": count_macs(model).total, "solver": model.config.solver, "num_steps": model.config.num_steps,
         "flow": plain(flow), "halting": halting,
         "bytes": (target / "model.safetensors").stat().st_size, "sha256": checksum(target), "command": command,
-        "seconds": result["seconds"], "epochs": result["epochs"], "seed": seed,
+        "seconds": result["seconds"], "epochs": result["epochs"], "seed": recipe.seed,
+        "held_out": held_out(recipe),
     }  # fmt: skip
     text = CARD.format(
         **{key: value for key, value in entry.items() if key != "flow"}, stops=in_words(halting, entry["num_steps"]),

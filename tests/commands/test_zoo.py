@@ -53,6 +53,7 @@ def test_every_shipped_model_is_whole(name):
     assert entry["halting"]["test_disagreement"] <= entry["halting"]["alpha"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_every_shipped_model_is_as_good_as_its_card_says(name):
     """On digits always; of the others where a variable says which folder has the data: ODEVIT_CIFAR_10=DIRECTORY."""

@@ -1,10 +1,13 @@
 """`odevit eval`: a classifier and images in, its accuracy out."""
 
+from pathlib import Path
 from typing import Any
 
 from odevit.commands import best_device
 from odevit.commands.console import print_numbers
 from odevit.data import Data, DataConfig, Split, load_data
+from odevit.recipe import Recipe
+from odevit.shipped import FOLDER, card, names
 from odevit.training.classifiers import adapt_to_data, load_classifier, own_frame
 from odevit.training.evaluation import certified_accuracy
 from odevit.training.evaluation import evaluate as measure
@@ -34,10 +37,27 @@ def evaluate(
 
 
 def load_data_for(model: Any, name: str, limit: int | None = None) -> Data:
-    """A data set as the model takes it; a wrong number of classes or channels is an error."""
-    data = load_data(DataConfig(name=name, image_size=model.config.image_size, limit=limit), own_frame(model))
+    """A data set as the model takes it; a wrong number of classes or channels is an error.
+
+    Validation images are those that the model's run held out: of any others it has seen most.
+    """
+    config = DataConfig(name=name, image_size=model.config.image_size, limit=limit, **held_out_by_run(model))
+    data = load_data(config, own_frame(model))
     adapt_to_data(model, data)
     return data
+
+
+def held_out_by_run(model: Any) -> dict[str, Any]:
+    """val_fraction and seed of the run that made a model, from the recipe beside it or its card in the zoo, if any."""
+    folder = Path(getattr(model, "name_or_path", ""))
+    if folder.parent == FOLDER and folder.name in names():
+        return card(folder.name).get("held_out", {})
+    recipe = folder.parent / "recipe.yaml"
+    return held_out(Recipe.load(recipe)) if folder.name == "model" and recipe.is_file() else {}
+
+
+def held_out(recipe: Recipe) -> dict[str, Any]:
+    return {"val_fraction": recipe.data.val_fraction, "seed": recipe.data.seed}
 
 
 def choose_split(data: Data, name: str) -> Split:
