@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from odevit.analysis.flow import flow_gap
 from odevit.atomic import write_file
-from odevit.commands.calibrate import MOST_IMAGES, shuffled, write_config
+from odevit.commands.calibrate import MOST_IMAGES, adopt_cheapest, shuffled, write_config
+from odevit.commands.distill import images_to_choose_by
 from odevit.commands.evaluate import held_out, load_data_for
 from odevit.data import Split
 from odevit.dynamics.calibration import calibrate_model, images_needed
@@ -69,16 +70,20 @@ certified unless its card says so.
 
 
 def ship(
-    run: Path, name: str, *, data: str, command: str, data_name: str = "", about: str = "", folder: Path = FOLDER
-) -> dict[str, Any]:
-    """Write folder/name from run/model and return its card."""
+    run: Path, name: str, *, data: str, command: str, data_name: str = "", about: str = "", folder: Path = FOLDER,
+    faster: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Write folder/name from run/model and return its card. faster: accuracy that a cheaper setting may cost."""
     entry: dict[str, Any] = {}
     recover_folders(folder)
-    write_folder(folder / name, lambda target: entry.update(_fill(target, run, name, data, command, data_name, about)))
+    options = (run, name, data, command, data_name, about, faster)
+    write_folder(folder / name, lambda target: entry.update(_fill(target, *options)))
     return entry
 
 
-def _fill(target: Path, run: Path, name: str, data: str, command: str, data_name: str, about: str) -> dict[str, Any]:
+def _fill(
+    target: Path, run: Path, name: str, data: str, command: str, data_name: str, about: str, faster: float | None
+) -> dict[str, Any]:
     """The model's files and its card, measured with the weights as they are written."""
     shutil.copytree(
         run / "model", target, ignore=shutil.ignore_patterns("selected.json", "README.md"), dirs_exist_ok=True
@@ -91,6 +96,8 @@ def _fill(target: Path, run: Path, name: str, data: str, command: str, data_name
     assert next(model.parameters()).dtype == torch.float32, "half-precision weights must be loaded in single precision"
     loaded = load_data_for(load_odevit(str(run / "model")), data)  # with the validation images of the run
     test = loaded.test or loaded.val
+    if faster is not None:
+        adopt_cheapest(model, *images_to_choose_by(model, loaded), faster)
     scores = evaluate(model, test)
     images, labels = test.fetch(torch.arange(min(1000, len(test))))
     flow = flow_gap(model, model_input(model, images), labels)
@@ -162,6 +169,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         parser.add_argument(option, required=True)
     for option in ("--data-name", "--about"):
         parser.add_argument(option, default="")
+    parser.add_argument("--faster", type=float, help="choose the cheapest setting that costs at most so much accuracy")
     options = vars(parser.parse_args(arguments))
     entry = ship(options.pop("run"), options.pop("name"), **options)
     print(json.dumps({key: value for key, value in entry.items() if key != "flow"}, indent=1))

@@ -42,6 +42,16 @@ def test_a_run_is_shipped_in_half_precision_with_what_was_measured(run, tmp_path
     assert saved_rule(model).threshold == entry["halting"]["threshold"]  # calibrated for the weights as shipped
 
 
+def test_a_shipped_model_may_take_a_cheaper_setting(run, tmp_path):
+    own = ship(run, "own", data="digits", command="a test", folder=tmp_path)
+    entry = ship(run, "fast", data="digits", command="a test", folder=tmp_path, faster=1.0)  # any accuracy will do
+    assert entry["macs"] < own["macs"]
+    model = load_odevit(str(tmp_path / "fast"))
+    assert (model.config.solver, model.config.num_steps) == (entry["solver"], entry["num_steps"])
+    assert entry["num_steps"] == 1
+    assert evaluate(str(tmp_path / "fast"), "digits")["top1"] == entry["accuracy"]
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_shipped_model_is_whole(name):
     entry, folder = card(name), odevit.zoo(name)
