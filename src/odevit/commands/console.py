@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from odevit.atomic import TEMPORARY
 from odevit.words import readable
@@ -30,21 +31,23 @@ def check_output(file: Path) -> Path:
 
 def print_table(title: str, rows: Mapping[str, Any], headers: tuple[str, ...] = ()) -> None:
     """One row per entry; a value that is a mapping has one column per header."""
-    table = Table(title=title, title_justify="left", show_header=bool(headers), title_style="bold")
+    table = Table(show_header=bool(headers))
     table.add_column("")
     for header in headers or ("",):
         table.add_column(header, justify="right")
     for name, value in rows.items():
         cells = [value.get(header, "") for header in headers] if headers else [value]
         table.add_row(name, *(cell if isinstance(cell, str) else readable(cell) for cell in cells))
-    Console().print(table)
+    console = Console()
+    console.print(Text(title, style="bold"), soft_wrap=True)  # a title of the table itself is folded to its width
+    console.print(table)
 
 
 def print_numbers(title: str, numbers: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(dict(numbers)))
         return
-    shown = {k: f"{v:.2%}" if k.startswith("top") else v for k, v in numbers.items()}
+    shown = {k: f"{v:.2%}" if k.startswith(("top", "certified")) else v for k, v in numbers.items()}
     print_table(title, shown)
 
 
