@@ -46,6 +46,7 @@ POOLING = {**MIXED, "tokenizer": "pooling", "num_steps": 4}
 OURS = {**POOLING, "pool": "sequence"}
 FLOW = {"step_schedule": [[0, [3, 4, 5, 6, 7, 8, 9]]]}
 SHORT = {"step_schedule": [[0, [2, 3, 4, 5, 6]]]}
+GROWING = {"step_schedule": [[0, [1, 2, 3]], [0.6, [2, 3, 4, 6]]]}  # that of cifar10/scratch
 WIDE = {"hidden_size": 128}
 Arm = tuple[dict[str, Any], dict[str, Any]]  # fields of the model, and of the loop
 # One change each to the recipe cifar10/scratch, chosen on held-out training images.
@@ -71,7 +72,7 @@ SCREENED: dict[str, list[str]] = {
     "mean as read-out": ["model.pool=mean"],
     "two fields": ["model.num_fields=2"],
     "K from 1…4": ["loop.step_schedule=[[0, [1, 2, 3, 4]]]"],
-    "K from 1…3, late 2…6": ["loop.step_schedule=[[0, [1, 2, 3]], [0.6, [2, 3, 4, 5, 6]]]"],
+    "K from 1…3, late 2, 3, 4, 6": [f"loop.step_schedule={GROWING['step_schedule']}"],
     "no label smoothing": ["optim.label_smoothing=0"],
     "averaging over 0.99": ["optim.ema=0.99"],
     "flip alone": ["augment.crop=0"],
@@ -88,14 +89,15 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "sequence pooling": (OURS, SHORT),
         "K from 1…4": (OURS, {"step_schedule": [[0, [1, 2, 3, 4]]]}),
         "K from 2…6 and midpoint 2, 3": (OURS, {"step_schedule": [[0, [2, 3, 4, 5, 6, "midpoint 2", "midpoint 3"]]]}),
+        "K from 1…3, late 2, 3, 4, 6": (OURS, GROWING),
         "K = 4 always": (OURS, {}),
         "anytime 0.25": (OURS, {**SHORT, "anytime": 0.25}),
         "CCT-2/3x2": ({"cct": 64}, {}),
     },
     "peers": {
-        "ours, width 64": (OURS, SHORT),
+        "ours, width 64": (OURS, GROWING),
         "CCT-2/3x2, width 64": ({"cct": 64}, {}),
-        "ours, width 128": ({**OURS, **WIDE}, SHORT),
+        "ours, width 128": ({**OURS, **WIDE}, GROWING),
         "CCT-2/3x2, width 128": ({"cct": 128}, {}),
     },
     "screen": dict.fromkeys(SCREENED, ({**OURS, **WIDE}, SHORT)),
