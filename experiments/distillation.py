@@ -29,35 +29,47 @@ class Arm(NamedTuple):
 
 
 OURS = "cifar10/distill"
+FIXED = (  # the recipe as it was when claims and ablation were run: six steps always, which is no flow
+    "model.norm=center", "model.mixing=none", "model.num_registers=4", "model.num_steps=6", "loop.step_schedule=[]",
+    "loop.anytime=0",
+)  # fmt: skip
 PAPERS_LOSSES = tuple(f"distill.losses.{loss}" for loss in ("cls_path=1", "jasmin=0.1", "patch_path=0", "kl=0"))
 LAYER, FOUR, SHORT = "model.norm=layer", "model.num_steps=4", "loop.step_schedule=[[0, [2, 3, 4, 5]]]"
+
+
+def before(*overrides: str) -> Arm:
+    """Our recipe as it was, with changes."""
+    return Arm(OURS, (*FIXED, *overrides))
+
+
 STUDIES: dict[str, dict[str, Arm]] = {
     "claims": {
         "scratch, with labels": Arm("cifar10/scratch-96px"),
         "paper's recipe": Arm("cifar10/paper"),
-        "ours": Arm(OURS),
+        "ours": before(),
     },
     "ablation": {
-        "ours": Arm(OURS),
-        "distance times": Arm(OURS, ("distill.placement=distance",)),
-        "with JaSMin": Arm(OURS, ("distill.losses.jasmin=0.1",)),
-        "LayerNorm field": Arm(OURS, ("model.norm=layer",)),
-        "without patches": Arm(OURS, ("distill.losses.patch_path=0",)),
-        "without KL": Arm(OURS, ("distill.losses.kl=0",)),
-        "with collocation": Arm(OURS, ("distill.collocation=0.3", "distill.layer_weights=variance")),
-        "2 fields": Arm(OURS, ("model.num_fields=2",)),
-        "3 fields": Arm(OURS, ("model.num_fields=3",)),
-        "AdamW": Arm(OURS, ("optim.name=adamw",)),
-        "12 steps": Arm(OURS, ("model.num_steps=12",)),
-        "paper's losses and times": Arm(OURS, (*PAPERS_LOSSES, "distill.placement=distance")),
+        "ours": before(),
+        "distance times": before("distill.placement=distance"),
+        "with JaSMin": before("distill.losses.jasmin=0.1"),
+        "LayerNorm field": before("model.norm=layer"),
+        "without patches": before("distill.losses.patch_path=0"),
+        "without KL": before("distill.losses.kl=0"),
+        "with collocation": before("distill.collocation=0.3", "distill.layer_weights=variance"),
+        "2 fields": before("model.num_fields=2"),
+        "3 fields": before("model.num_fields=3"),
+        "AdamW": before("optim.name=adamw"),
+        "12 steps": before("model.num_steps=12"),
+        "paper's losses and times": before(*PAPERS_LOSSES, "distill.placement=distance"),
     },
+    "flow": {"ours, a flow": Arm(OURS), "ours, K = 6 always": before()},
     "schedules": {  # which K to draw, and what else to put on top of it
-        "K = 6 always": Arm(OURS, (LAYER,)),
-        "K from 3…8": Arm(OURS, (LAYER, "loop.step_schedule=[[0, [3, 4, 5, 6, 7, 8]]]")),
-        "K = 6, from the middle 3…8": Arm(OURS, (LAYER, "loop.step_schedule=[[0, 6], [0.5, [3, 4, 5, 6, 7, 8]]]")),
-        "K from 2…5": Arm(OURS, (LAYER, SHORT, FOUR)),
-        "K from 2…5, mixing": Arm(OURS, (LAYER, SHORT, FOUR, "model.mixing=depthwise")),
-        "K from 2…5, mixing, no KL": Arm(OURS, (LAYER, SHORT, FOUR, "model.mixing=depthwise", "distill.losses.kl=0")),
+        "K = 6 always": before(LAYER),
+        "K from 3…8": before(LAYER, "loop.step_schedule=[[0, [3, 4, 5, 6, 7, 8]]]"),
+        "K = 6, from the middle 3…8": before(LAYER, "loop.step_schedule=[[0, 6], [0.5, [3, 4, 5, 6, 7, 8]]]"),
+        "K from 2…5": before(LAYER, SHORT, FOUR),
+        "K from 2…5, mixing": before(LAYER, SHORT, FOUR, "model.mixing=depthwise"),
+        "K from 2…5, mixing, no KL": before(LAYER, SHORT, FOUR, "model.mixing=depthwise", "distill.losses.kl=0"),
     },
 }
 

@@ -71,19 +71,23 @@ certified unless its card says so.
 
 def ship(
     run: Path, name: str, *, data: str, command: str, data_name: str = "", about: str = "", folder: Path = FOLDER,
-    faster: float | None = None,
+    faster: float | None = None, halting: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Write folder/name from run/model and return its card. faster: accuracy that a cheaper setting may cost."""
+    """Write folder/name from run/model and return its card.
+
+    faster: accuracy that a cheaper setting may cost. halting: calibrate when an image may stop.
+    """
     entry: dict[str, Any] = {}
     recover_folders(folder)
-    options = (run, name, data, command, data_name, about, faster)
+    options = (run, name, data, command, data_name, about, faster, halting)
     write_folder(folder / name, lambda target: entry.update(_fill(target, *options)))
     return entry
 
 
 def _fill(
-    target: Path, run: Path, name: str, data: str, command: str, data_name: str, about: str, faster: float | None
-) -> dict[str, Any]:
+    target: Path, run: Path, name: str, data: str, command: str, data_name: str, about: str, faster: float | None,
+    stops: bool,
+) -> dict[str, Any]:  # fmt: skip
     """The model's files and its card, measured with the weights as they are written."""
     shutil.copytree(
         run / "model", target, ignore=shutil.ignore_patterns("selected.json", "README.md"), dirs_exist_ok=True
@@ -101,7 +105,7 @@ def _fill(
     scores = evaluate(model, test)
     images, labels = test.fetch(torch.arange(min(1000, len(test))))
     flow = flow_gap(model, model_input(model, images), labels)
-    halting = calibrate_shipped(model, target, loaded.val, test)
+    halting = calibrate_shipped(model, target, loaded.val if stops else None, test)
     result = json.loads((run / "result.json").read_text())
     recipe = Recipe.load(run / "recipe.yaml")
     entry = {
@@ -125,16 +129,17 @@ def _fill(
 
 
 @torch.no_grad()
-def calibrate_shipped(model: Any, target: Path, val: Split, test: Split) -> dict[str, Any] | None:
+def calibrate_shipped(model: Any, target: Path, val: Split | None, test: Split) -> dict[str, Any] | None:
     """Calibrate the weights as they are shipped on all validation images, into target/config.json; what the rule then
-    does on the test images. None where the images are too few for any of ALPHAS."""
-    images, _ = shuffled(model, val, MOST_IMAGES)
-    alpha = next((alpha for alpha in ALPHAS if images_needed(alpha, 0.05) <= len(images)), None)
+    does on the test images. None without images, or where they are too few for any of ALPHAS."""
+    count = 0 if val is None else min(len(val), MOST_IMAGES)
+    alpha = next((alpha for alpha in ALPHAS if images_needed(alpha, 0.05) <= count), None)
     if alpha is None:
         model.config.halting = None  # a rule that came with the run was that of the weights before rounding
         write_config(model, target)
         return None
-    model.config.halting = calibrate_model(model.eval(), images, alpha=alpha)
+    assert val is not None
+    model.config.halting = calibrate_model(model.eval(), shuffled(model, val, MOST_IMAGES)[0], alpha=alpha)
     write_config(model, target)
     rule = saved_rule(model)
     right = same = steps = 0
@@ -153,7 +158,7 @@ def calibrate_shipped(model: Any, target: Path, val: Split, test: Split) -> dict
 
 def in_words(halting: dict[str, Any] | None, num_steps: int) -> str:
     if halting is None:
-        return "not calibrated: too few validation images"
+        return "not calibrated"
     return (
         f"after {halting['mean_steps']:.2f} of {num_steps} steps on average, {halting['test_accuracy']:.2%} right; "
         f"{halting['test_disagreement']:.2%} of the test images answered otherwise than at full depth (at most "
@@ -170,6 +175,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for option in ("--data-name", "--about"):
         parser.add_argument(option, default="")
     parser.add_argument("--faster", type=float, help="choose the cheapest setting that costs at most so much accuracy")
+    parser.add_argument("--no-halting", dest="halting", action="store_false", help="no rule for stopping early")
     options = vars(parser.parse_args(arguments))
     entry = ship(options.pop("run"), options.pop("name"), **options)
     print(json.dumps({key: value for key, value in entry.items() if key != "flow"}, indent=1))
