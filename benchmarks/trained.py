@@ -21,26 +21,28 @@ OTHERWISE = (2.5, 4.0)
 
 
 def trained_pair(bench: Any, student: str, teacher: str, data: str, quick: bool) -> None:
-    """A student beside its teacher on real images: accuracy of both, milliseconds, and with its calibrated rule."""
+    """A student beside its teacher, or any classifier, on real images: accuracy of both, milliseconds, and with its
+    calibrated rule."""
     mine, theirs = load_odevit(student), load_classifier(teacher)
     split = choose_split(load_data_for(mine, data, 64 if quick else 2000), "test")
     pixels, labels = split.fetch(torch.arange(len(split)))
     small, large = model_input(mine, pixels), model_input(theirs, pixels)
     name, plain, halted = in_short(student), *TARGETS.get(data, OTHERWISE)
+    pair = f"{name} against {in_short(teacher)}"
     right = []
     for model, images in ((mine, small), (theirs, large)):
         with torch.no_grad():
             said = torch.cat([answer(model, part).argmax(1) for part in images.split(64)])
         right.append(float((said == labels).double().mean()))
-    bench.add(f"{name} against its teacher: accuracy, {len(labels)} images", *right, right[0] / right[1], "share")
+    bench.add(f"{pair}: accuracy, {len(labels)} images", *right, right[0] / right[1], "share")
     held = [count_parameters(model)["total"] for model in (mine, theirs)]
-    bench.add(f"{name} against its teacher: parameters", *held, held[1] / held[0], "")
+    bench.add(f"{pair}: parameters", *held, held[1] / held[0], "")
     for batch, target in ((1, None), (64, plain)):
         a, b = small[:batch], large[:batch]
-        bench.faster(f"{name} against its teacher: batch {batch}, {mine.config.num_steps} {mine.config.solver} steps",
+        bench.faster(f"{pair}: batch {batch}, {mine.config.num_steps} {mine.config.solver} steps",
                      lambda x=a: mine(x), lambda x=b: answer(theirs, x), target, per=batch)  # fmt: skip
     if mine.config.halting:
-        with_halting(bench, f"{name} against its teacher", mine, theirs, small, large, halted, quick)
+        with_halting(bench, pair, mine, theirs, small, large, halted, quick)
         guarantee(bench, name, record(mine, small), mine.config.halting)
 
 
