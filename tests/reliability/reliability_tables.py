@@ -1,7 +1,9 @@
 """docs/reliability.json as tables between the marks of docs/RELIABILITY.md: run this file after `make torture`."""
 
 import json
+import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,32 @@ def _long(figures: dict[str, Any]) -> str:
     for name, label in (("memory_mb", "memory, MB"), ("handles", "open files"), ("disk_mb", "disk, MB")):
         then, end, largest = figures[name]
         lines.append(f"| {label} | {then:.2f} | {end:.2f} | {largest:.2f} | {figures[f'{name}_per_hour']:+.3f} |")
-    return said + "\n".join(lines)
+    return said + "\n".join(lines) + "".join(_memory_by_part(figures))
+
+
+def _memory_by_part(figures: dict[str, Any]) -> list[str]:
+    """Slopes of memory between the moments at which the recipe changes its steps, without 5 minutes of settling."""
+    begins = [*figures.get("parts", []), math.inf]
+    lines = []
+    for begin, end in pairwise(begins):
+        rows = [row for row in figures["samples"] if begin + 5 <= row[0] < end]
+        value, error = slope([row[0] / 60 for row in rows], [row[1] for row in rows])
+        lines.append(
+            f"\n\nMemory from minute {rows[0][0]:.0f} to {rows[-1][0]:.0f}, within which the steps are drawn from one "
+            f"set: {value:+.0f} ± {error:.0f} MB an hour (mean {sum(row[1] for row in rows) / len(rows):,.0f} MB)."
+        )
+    return lines
+
+
+def slope(x: list[float], y: list[float]) -> tuple[float, float]:
+    """Of the least-squares line, and its standard error."""
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((a - mean_x) ** 2 for a in x)
+    if not spread:
+        return 0.0, math.inf
+    value = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    rest = sum((b - mean_y - value * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
+    return value, math.sqrt(rest / max(1, len(x) - 2) / spread)
 
 
 def page(text: str, figures: dict[str, Any]) -> str:

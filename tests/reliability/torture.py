@@ -169,18 +169,21 @@ def long_run(folder: Path, options: Any) -> dict[str, Any]:
         "bad": int(child.exitcode not in (0, 143)),
     }
     result["steps"] = records[-1]["step"]
+    result["parts"] = [minutes * begin for begin, _ in _schedule(options)] or [0.0]
+    result["samples"] = [[round(60 * (s[0] - samples[0][0]), 1), *s[1:]] for s in samples]
     result |= {kind: sum(record["kind"] == kind for record in records) for kind in ("val", "monitor")}
     for column, name in enumerate(names, start=1):
         result[name] = [settled[0][column], settled[-1][column], max(sample[column] for sample in samples)]
-        result[f"{name}_per_hour"] = round(_slope([s[0] for s in settled], [s[column] for s in settled]), 3)
+        hours, values = [s[0] for s in settled], [s[column] for s in settled]
+        result[f"{name}_per_hour"] = round(reliability_tables.slope(hours, values)[0], 3)
     return result
 
 
-def _slope(x: list[float], y: list[float]) -> float:
-    """Of the least-squares line."""
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((a - mean_x) ** 2 for a in x)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
+def _schedule(options: Any) -> list[Any]:
+    """When the recipe changes the numbers of steps it draws from, and with them the memory of a training step."""
+    from odevit.recipe import Recipe
+
+    return Recipe.load(options.recipe, options.set).loop.step_schedule if options.recipe else []
 
 
 def _train_for(folder: Path, minutes: float, recipe: str, assignments: list[str]) -> None:
