@@ -10,12 +10,15 @@ python tests/reliability/torture.py long --recipe cifar10/scratch --output DIR -
 """
 
 import argparse
+import ctypes
 import json
+import math
 import os
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -170,6 +173,13 @@ def long_run(folder: Path, options: Any) -> dict[str, Any]:
     }
     result["steps"] = records[-1]["step"]
     result["parts"] = [minutes * begin for begin, _ in _schedule(options)] or [0.0]
+    heap = run.with_suffix(".heap")
+    if heap.exists():
+        rows = [tuple(map(float, line.split())) for line in heap.read_text().splitlines()]
+        rows = rows[len(rows) // 4 :]
+        value, error = reliability_tables.slope([row[0] / 60 for row in rows], [row[1] for row in rows])
+        result["in_use_mb_per_hour"] = [round(value, 2), round(error, 2)]
+        print(f"bytes in use: {value:+.2f} ± {error:.2f} MB an hour over {len(rows)} samples", flush=True)
     result["samples"] = [[round(60 * (s[0] - samples[0][0]), 1), *s[1:]] for s in samples]
     result |= {kind: sum(record["kind"] == kind for record in records) for kind in ("val", "monitor")}
     for column, name in enumerate(names, start=1):
@@ -186,8 +196,33 @@ def _schedule(options: Any) -> list[Any]:
     return Recipe.load(options.recipe, options.set).loop.step_schedule if options.recipe else []
 
 
+class _Mallinfo(ctypes.Structure):
+    """What glibc's allocator says of itself (mallinfo2)."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
+
+
+def _watch_heap(file: Path) -> None:
+    """Once in 20 s: the least number of MB in use meanwhile, which no fragmentation and no batch in flight can move."""
+    ask = ctypes.CDLL("libc.so.6").mallinfo2
+    ask.restype = _Mallinfo
+    began = time.monotonic()
+    while True:
+        least = math.inf
+        for _ in range(400):
+            time.sleep(0.05)
+            heap = ask()
+            least = min(least, (heap.uordblks + heap.hblkhd) / 2**20)
+        with file.open("a") as out:
+            out.write(f"{(time.monotonic() - began) / 60:.2f} {least:.2f}\n")
+
+
 def _train_for(folder: Path, minutes: float, recipe: str, assignments: list[str]) -> None:
     from tiny_runs import tiny_recipe
+
+    if hasattr(ctypes.CDLL(None), "mallinfo2"):
+        threading.Thread(target=_watch_heap, args=(folder.with_suffix(".heap"),), daemon=True).start()
 
     from odevit.commands.train import train, train_recipe
 

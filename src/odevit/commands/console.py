@@ -32,7 +32,7 @@ def check_output(file: Path) -> Path:
 def print_table(title: str, rows: Mapping[str, Any], headers: tuple[str, ...] = ()) -> None:
     """One row per entry; a value that is a mapping has one column per header."""
     table = Table(show_header=bool(headers))
-    table.add_column("")
+    table.add_column("", no_wrap=True)  # a name that is cut or folded cannot be copied
     for header in headers or ("",):
         table.add_column(header, justify="right")
     for name, value in rows.items():
