@@ -1,4 +1,4 @@
-"""From scratch on CIFAR-10 at equal wall-clock: what makes a flow of it, what carries accuracy, and CCT beside it.
+"""From scratch on CIFAR-10 at equal wall-clock: what makes a flow of it, what carries accuracy, and peers beside it.
 
     python experiments/flow.py ablation --minutes 9 --seeds 0 1 --set data.name=DIRECTORY --share 1/2  # beside it 2/2
     python experiments/flow.py screen --minutes 6 --set data.name=DIRECTORY --share 1/2
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from cct import CctConfig, CctForImageClassification
 from studies import run_study, study_parser
+from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from odevit.commands.train import train_recipe
 from odevit.data import load_data
@@ -99,6 +100,7 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "CCT-2/3x2, width 64": ({"cct": 64}, {}),
         "ours, width 128": ({**OURS, **WIDE}, GROWING),
         "CCT-2/3x2, width 128": ({"cct": 128}, {}),
+        "ViT of four layers, width 80": ({"vit": 80}, {}),  # 218,490 parameters; ours at width 128 has 219,467
     },
     "screen": dict.fromkeys(SCREENED, ({**OURS, **WIDE}, SHORT)),
 }
@@ -109,18 +111,36 @@ def recipe_of(fields: dict[str, Any], loop: dict[str, Any], assignments: list[st
     return Recipe.from_dict(override(values, assignments))
 
 
+def build_peer(fields: dict[str, int], classes: int) -> PreTrainedModel:
+    """CCT-2/3x2 of a width, or a plain ViT of four layers with patches of 4 pixels."""
+    if "cct" in fields:
+        return CctForImageClassification(CctConfig(width=fields["cct"], num_labels=classes))
+    width = fields["vit"]
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            image_size=32,
+            patch_size=4,
+            num_labels=classes,
+        )
+    )
+
+
 def run_arm(arm_and_changes: tuple[Arm, list[str]], assignments: list[str], folder: Path) -> dict[str, Any]:
     """Train an arm, or go on with it, and measure it at all settings; read what is there already."""
     path = folder / "settings.json"
     if path.exists():
         return json.loads(path.read_text())
     (fields, loop), changes = arm_and_changes
-    width = fields.get("cct")
-    recipe = recipe_of({} if width else fields, loop, [*changes, f"output={folder}", *assignments])
+    is_peer = "cct" in fields or "vit" in fields
+    recipe = recipe_of({} if is_peer else fields, loop, [*changes, f"output={folder}", *assignments])
     data = load_data(recipe.data)
-    model = CctForImageClassification(CctConfig(width=width, num_labels=len(data.class_names))) if width else None
+    model = build_peer(fields, len(data.class_names)) if is_peer else None
     result = train_recipe(recipe, model=model, data=data, resume=True)
-    settings = {"model": (None, None)} if width else {"model": (None, None), **SETTINGS}
+    settings = {"model": (None, None), **({} if is_peer else SETTINGS)}
     held_out = MemorySplit(*data.val.fetch(torch.arange(min(2000, len(data.val)))), [])
     row = {
         name: evaluate(result.model, held_out, num_steps=steps, solver=solver)["top1"]

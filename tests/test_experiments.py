@@ -50,6 +50,13 @@ def test_contraction_hypothesis_runs(tmp_path: Path, capsys: Any) -> None:
     assert rows["budget"][-1]["agreement"] == base["agreement"]
 
 
+def test_peers_have_the_published_shape_and_equal_parameters() -> None:
+    ours = OdeViTForImageClassification(OdeViTConfig(**(flow_script.OURS | flow_script.WIDE), num_labels=10))
+    cct, vit = flow_script.build_peer({"cct": 128}, 10), flow_script.build_peer({"vit": 80}, 10)
+    assert cct.num_parameters() == 283_723  # as its authors count
+    assert vit.num_parameters() == pytest.approx(ours.num_parameters(), rel=0.01)
+
+
 def test_every_arm_that_is_screened_changes_one_thing() -> None:
     fields, loop = flow_script.STUDIES["screen"]["as it is"]
     recipes = [
