@@ -50,11 +50,12 @@ class TimmOdeViT(nn.Module):
         config = OdeViTConfig(**fields)
         self.flow = OdeViTModel(config)
         self.norm = NORMS[config.final_norm](config.hidden_size, config.layer_norm_eps)
-        self.num_features = self.head_hidden_size = self.embed_dim = config.hidden_size
+        self.num_features = self.embed_dim = config.hidden_size
         self.num_prefix_tokens = 1
-        self.reset_classifier(num_classes, config.pool if global_pool is None else global_pool)
+        self.head = nn.Identity()
         if img_size is not None:
             self.set_input_size(img_size)
+        self.reset_classifier(num_classes, config.pool if global_pool is None else global_pool)
         stage = {"num_chs": config.hidden_size, "reduction": config.patch_size}
         self.feature_info = [{**stage, "module": f"flow.step.{step}"} for step in range(config.num_steps)]
 
@@ -124,14 +125,17 @@ class TimmOdeViT(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh head; none for 0 classes. global_pool: cls, mean, sequence, "" (all tokens) or None (as it is)."""
+        """A fresh head; none for 0 classes. global_pool: one of POOLS, "" (all tokens) or None (as it is)."""
         if global_pool is not None:
             if global_pool not in ("", *POOLS):
                 raise ValueError(f"global_pool must be '' or one of {', '.join(POOLS)}, got {global_pool!r}")
             self.global_pool = global_pool
             self.pool = POOLS[global_pool](self.num_features) if global_pool else nn.Identity()
         self.num_classes = num_classes
-        self.head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        self.head_hidden_size = self.num_features * (
+            1 + self.config.num_patches if self.global_pool == "flatten" else 1
+        )
+        self.head = nn.Linear(self.head_hidden_size, num_classes) if num_classes else nn.Identity()
         if num_classes:
             nn.init.trunc_normal_(self.head.weight, std=0.02)  # type: ignore[arg-type]
             nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
@@ -144,7 +148,13 @@ class TimmOdeViT(nn.Module):
         sides = {img_size} if isinstance(img_size, int) else set(img_size)
         if len(sides) != 1:
             raise ValueError(f"an ODE-ViT takes square images, got {tuple(sides)}")
-        self.flow.resize_images(sides.pop())
+        size = sides.pop()
+        if not isinstance(self.head, nn.Identity) and self.global_pool == "flatten" and size != self.config.image_size:
+            raise ValueError(
+                f"pool='flatten' reads every token for itself, so its head takes images of {self.config.image_size}×"
+                f"{self.config.image_size} only; call reset_classifier(0) first"
+            )
+        self.flow.resize_images(size)
 
     def no_weight_decay(self) -> set[str]:
         return {"flow.cls_token", "flow.positions", "flow.registers"}

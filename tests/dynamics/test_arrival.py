@@ -74,7 +74,9 @@ def test_certified_rule_never_changes_an_answer_and_fires_on_calm_flows():
     fired = 0
     for seed in range(12):
         options = dict(norm=("center", "layer")[seed % 2], attention=("softmax", "l2")[seed // 2 % 2])
-        options |= dict(pool=("cls", "mean")[seed // 4 % 2], final_norm=("none", "layer", "center")[seed % 3])
+        options |= dict(
+            pool=("cls", "mean", "flatten")[seed // 4 % 3], final_norm=("none", "layer", "center")[seed % 3]
+        )
         depth = (0.01, 0.03, 0.1)[seed // 4]
         model = tiny_model(seed, depth=depth, num_steps=5, num_fields=1 + seed % 2, **options)
         images = tiny_images(16, seed=seed)

@@ -106,7 +106,7 @@ def test_entrance_is_the_exact_norm_from_pixels_to_tokens(channels: int) -> None
 
 def test_whole_model_moves_no_further_than_its_constant() -> None:
     """The Jacobian from pixels to the head's input has a norm of at most ‖E₀‖, and comes near it."""
-    for pool in ("sqrt_mean", "cls", "mean"):
+    for pool in ("sqrt_mean", "flatten", "cls", "mean"):
         model = contractive_model(pool=pool).double().requires_grad_(False)
 
         def features(flat: Tensor, model: Any = model) -> Tensor:

@@ -21,7 +21,7 @@ from odevit.model.solvers import SOLVERS
 
 REGISTRIES = {
     "tokenizer": TOKENIZERS, "pool": POOLS, "attention": ATTENTIONS, "mixing": MIXINGS, "norm": NORMS,
-    "final_norm": NORMS, "solver": ["lie_trotter", "midpoint", "euler"], "num_steps": [1, 1, 2, 2],
+    "final_norm": NORMS, "solver": ["lie_trotter", "midpoint", "euler"], "num_steps": [1, 1, 2, 2, 2],
 }  # fmt: skip
 # every value of every registry in at least one variant; the two settings without a registry are in the last
 VARIANTS = [

@@ -120,7 +120,7 @@ def test_pooling_tokenizer_bound_survives_gradient_ascent():
         assert ratio <= bound
 
 
-@pytest.mark.parametrize("pool", ["cls", "sequence", "mean"])
+@pytest.mark.parametrize("pool", ["cls", "sequence", "mean", "sqrt_mean", "flatten"])
 def test_read_outs_ignore_registers(pool):
     model = tiny(pool=pool)
     state = torch.randn(2, 1 + 16 + 2, 8)
@@ -128,12 +128,27 @@ def test_read_outs_ignore_registers(pool):
     other[:, -2:] = 100
     assert torch.equal(model.classify(state), model.classify(other))
     tokens = model.norm(state[:, :17])
-    expected = {"cls": tokens[:, 0], "mean": tokens.mean(1)}.get(pool)
+    mean = tokens.mean(1)
+    expected = {"cls": tokens[:, 0], "mean": mean, "sqrt_mean": 17**0.5 * mean, "flatten": tokens.flatten(1)}.get(pool)
     if pool == "sequence":
         weights = torch.softmax(model.pool.score(tokens)[..., 0], dim=1)
         expected = torch.einsum("bn,bnd->bd", weights, tokens)
     assert torch.allclose(model.read_out(state), expected, atol=1e-6)
     assert torch.equal(model.classify(state), model.classifier(model.read_out(state)))
+
+
+def test_a_head_that_reads_every_token_takes_one_size_only(tmp_path):
+    model = tiny(pool="flatten")
+    assert model.classifier.in_features == model.config.feature_size == 17 * 8
+    with pytest.raises(ValueError, match="expected 16 patches, got 36; resize the images to 8×8"):
+        model(torch.randn(1, 1, 12, 12), interpolate_pos_encoding=True)
+    with pytest.raises(ValueError, match="images of 8×8 only, not of 12×12"):
+        model.resize_images(12)
+    model.save_pretrained(tmp_path)
+    images = torch.randn(2, 1, 8, 8)
+    assert torch.equal(type(model).from_pretrained(tmp_path).eval()(images).logits, model(images).logits)
+    with pytest.raises(ValueError, match="images of 8×8 only"):
+        type(model).from_pretrained(tmp_path, image_size=12)
 
 
 @pytest.mark.parametrize("solver", ["euler", "midpoint", "dopri5"])

@@ -52,6 +52,7 @@ VARIANTS: dict[str, dict] = {
     "sequence pooling": {"pool": "sequence", "num_registers": 2, "final_norm": "layer"},
     "mean pooling": {"pool": "mean", "num_registers": 2, "final_norm": "none"},
     "root mean pooling": {"pool": "sqrt_mean", "num_registers": 1},
+    "all tokens": {"pool": "flatten", "num_registers": 1},
     "damping": {"damping": 0.3},
     "depthwise mixing": {"mixing": "depthwise", "num_registers": 2},
     "spectral cap": {"spectral_cap": 0.7},

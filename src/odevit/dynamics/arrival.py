@@ -122,7 +122,9 @@ class Certified:
         if model.config.solver != "euler":
             raise ValueError(f"certified halting covers Euler steps, this model's solver is {model.config.solver!r}")
         if model.config.pool == "sequence":
-            raise ValueError("certified halting covers heads that read CLS or a mean; a learned weighting has no bound")
+            raise ValueError(
+                "certified halting covers heads that read CLS, a mean or all tokens; a learned weighting has no bound"
+            )
         head = answer_head(model)
         if head is None:
             raise ValueError("certified halting of unit features needs one bias for all classes")

@@ -18,7 +18,7 @@ from odevit.dynamics.arrival import contraction_radius
 from odevit.dynamics.bounds import stiffness
 from odevit.dynamics.certificate import Certificate, tokenizer_bound
 from odevit.model.contractive import step_growth
-from odevit.model.layers import ClsPool, MeanPool, PatchTokenizer, RootMeanPool
+from odevit.model.layers import ClsPool, FlattenPool, MeanPool, PatchTokenizer, RootMeanPool
 from odevit.model.solvers import Grid
 from odevit.model.spectral import gram_norm
 
@@ -39,9 +39,10 @@ def check_contractive(model: Any) -> None:
             f"the certificate covers no norm before the head, and {type(model.norm).__name__} is one: it divides or "
             "shifts what the flow has kept apart. Use final_norm='none'"
         )
-    if not isinstance(model.pool, ClsPool | MeanPool | RootMeanPool):
+    if not isinstance(model.pool, ClsPool | MeanPool | RootMeanPool | FlattenPool):
         raise ValueError(
-            f"the certificate covers the linear read-outs cls, mean and sqrt_mean; this model has pool={config.pool!r}"
+            "the certificate covers the linear read-outs cls, mean, sqrt_mean and flatten; this model has "
+            f"pool={config.pool!r}"
         )
     if type(model.classifier) is not nn.Linear:
         raise ValueError(f"the certificate covers a linear head only, got {type(model.classifier).__name__}")
@@ -67,7 +68,7 @@ def entrance_norm(model: Any) -> Tensor:
 
 
 def read_out_norm(model: Any) -> float:
-    """Norm of state ↦ what the head reads: 1 for CLS and √n·mean, 1/√n for the mean of n tokens."""
+    """Norm of state ↦ what the head reads: 1 for CLS, √n·mean and all tokens, 1/√n for the mean of n tokens."""
     return 1 / math.sqrt(1 + model.config.num_patches) if isinstance(model.pool, MeanPool) else 1.0
 
 

@@ -43,8 +43,8 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     image_size, patch_size, num_channels: what the tokenizer expects.
     tokenizer: "patch" (one strided convolution), "conv" (3×3 convolutions of stride 2) or "pooling" (3×3
         convolutions with max-pooling, best on small images).
-    pool: what the head reads: "cls", "sequence" (a learned weighting of all tokens but the registers), "mean" or
-        "sqrt_mean" (√n times it, of norm one).
+    pool: what the head reads: "cls", "sequence" (a learned weighting of all tokens but the registers), "mean",
+        "sqrt_mean" (√n times it, of norm one) or "flatten" (every token for itself: images of one size only).
     hidden_size, num_attention_heads, mlp_ratio: width d, heads h, hidden width of the MLP over d.
     num_registers: learned tokens without position at the end of the sequence; 0 is allowed.
     depth: D, the discrete depth being emulated; the field is scaled by D / horizon.
@@ -234,6 +234,11 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     def num_patches(self) -> int:
         rows, cols = self.grid
         return rows * cols
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers per image behind the pool."""
+        return self.hidden_size * (1 + self.num_patches if self.pool == "flatten" else 1)
 
     @property
     def mlp_hidden(self) -> int:

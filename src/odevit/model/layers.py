@@ -267,6 +267,13 @@ class RootMeanPool(nn.Module):
         return x.sum(dim=1) / math.sqrt(x.shape[1])
 
 
+class FlattenPool(nn.Module):
+    """CLS and patches one after another: a linear map of norm one that loses nothing. (b, n, d) -> (b, n·d)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+
 class SequencePool(nn.Module):
     """Σ_i p_i x_i with p the softmax over tokens of a learned score (arXiv 2104.05704). (b, n, d) -> (b, d)."""
 
@@ -283,6 +290,7 @@ POOLS: dict[str, Callable[[int], nn.Module]] = {
     "sequence": SequencePool,
     "mean": lambda width: MeanPool(),
     "sqrt_mean": lambda width: RootMeanPool(),
+    "flatten": lambda width: FlattenPool(),
 }
 
 

@@ -112,6 +112,11 @@ class OdeViTPreTrainedModel(PreTrainedModel):
         base: Any = getattr(self, self.base_model_prefix, self)
         if image_size == base.config.image_size:
             return
+        if base.config.pool == "flatten" and hasattr(self, "classifier"):
+            raise ValueError(
+                f"pool='flatten' reads every token for itself, so this model takes images of {base.config.image_size}×"
+                f"{base.config.image_size} only, not of {image_size}×{image_size}"
+            )
         old_grid = base.config.grid
         self.config = base.config = OdeViTConfig(**{**base.config.to_dict(), "image_size": image_size})
         positions = interpolate_positions(base.positions.detach(), old_grid, base.config.grid)
@@ -257,7 +262,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
 
 
 class OdeViTForImageClassification(OdeViTPreTrainedModel):
-    """logits = head(pool(norm(X_T))), where the pool takes CLS, a mean or a learned weighting of the tokens; or, as the
+    """logits = head(pool(norm(X_T))), where the pool takes CLS, a mean, a learned weighting or all tokens; or, as the
     image tower of CLIP, head(u / ‖u‖), u = P pool(norm(X_T)): see projection_size and unit_features."""
 
     def __init__(self, config: OdeViTConfig):
@@ -265,8 +270,8 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
         self.odevit = OdeViTModel(config)
         self.norm = NORMS[config.final_norm](config.hidden_size, config.layer_norm_eps)
         self.pool = POOLS[config.pool](config.hidden_size)
-        size = config.projection_size or config.hidden_size
-        self.projection = nn.Linear(config.hidden_size, size, bias=False) if config.projection_size else nn.Identity()
+        size = config.projection_size or config.feature_size
+        self.projection = nn.Linear(config.feature_size, size, bias=False) if config.projection_size else nn.Identity()
         self.classifier = nn.Linear(size, config.num_labels)  # type: ignore[arg-type]
         self.post_init()
 
@@ -293,8 +298,13 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
         return nn.functional.normalize(features, dim=-1) if self.config.unit_features else features
 
     def features(self, state: Tensor) -> Tensor:
-        """A state (b, n, d) → pool(norm(state)) (b, d). Registers are not read."""
+        """A state (b, n, d) → pool(norm(state)) (b, d), or (b, n·d) where all are read. Registers are not read."""
         tokens = state[:, :1] if self.config.pool == "cls" else state[:, : state.shape[1] - self.config.num_registers]
+        if self.config.pool == "flatten" and tokens.shape[1] != 1 + self.config.num_patches:
+            raise ValueError(
+                f"pool='flatten' reads every token for itself: expected {self.config.num_patches} patches, got "
+                f"{tokens.shape[1] - 1}; resize the images to {self.config.image_size}×{self.config.image_size}"
+            )
         return self.pool(self.norm(tokens))
 
     def forward(

@@ -43,7 +43,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "embedding_norm": ("none", "center", "layer"),
     "attention": ("softmax", "l2", "sinkhorn"),
     "mixing": ("none", "depthwise"),
-    "pool": ("cls", "sequence", "mean", "sqrt_mean"),
+    "pool": ("cls", "sequence", "mean", "sqrt_mean", "flatten"),
 }
 SCORES = ("margin", "confidence", "change", "velocity")  # of stopping early
 NUMBERS = (

@@ -137,10 +137,10 @@ function embed(model, pixels) { // [CLS | patches | registers], normed behind a 
   return normalise(x, config.embedding_norm, config.layer_norm_eps, get("embedding_norm.weight"), get("embedding_norm.bias"));
 }
 
-function features({ config, get }, x) { // (d): CLS, the mean or a learned weighting of the tokens, after the final norm
+function features({ config, get }, x) { // (d): CLS, the mean or a learned weighting of the tokens, or all, after the final norm
   const { pool, hidden_size: d, num_registers } = config, n = pool === "cls" ? 1 : x.length / d - num_registers;
   const z = normalise(x.subarray(0, n * d), config.final_norm, config.layer_norm_eps, get("norm.weight"), get("norm.bias"));
-  if (pool === "cls") return z;
+  if (pool === "cls" || pool === "flatten") return z;
   const share = pool === "sequence" ? linear(z, n, get("pool.score.weight"), get("pool.score.bias")) : new Float32Array(n);
   softmaxRow(share, 0, n); // of zeros: a mean
   if (pool === "sqrt_mean") scaled(share, Math.sqrt(n));
