@@ -52,7 +52,7 @@ class TimmOdeViT(nn.Module):
         self.norm = NORMS[config.final_norm](config.hidden_size, config.layer_norm_eps)
         self.num_features = self.embed_dim = config.hidden_size
         self.num_prefix_tokens = 1
-        self.head = nn.Identity()
+        self.head: nn.Module = nn.Identity()
         if img_size is not None:
             self.set_input_size(img_size)
         self.reset_classifier(num_classes, config.pool if global_pool is None else global_pool)
