@@ -2,6 +2,7 @@
 
     python experiments/stability.py contractive --data digits                  # three minutes of one core
     python experiments/stability.py middle --data digits
+    python experiments/stability.py screen --data cifar10 --minutes 5 --set data.name=… --set data.val_fraction=0.1
     python experiments/stability.py contractive --data cifar10 --minutes 60 --seeds 0 --share 1/2 --set data.name=…
     python experiments/stability.py contractive --data cifar10 --minutes 60 --seeds 0 --set data.name=…  # the table
 
@@ -10,7 +11,7 @@ Every arm is a recipe with overrides. With `--minutes` all have that wall-clock 
 it was; finished arms are only read. Radii are ℓ₂ in pixels of [0, 1]; σ(Φ) is the largest singular value of the flow's
 Jacobian, geometric mean over images; μ the largest log-norm per unit of depth seen on their paths (on the quotient for
 softmax fields, whose norms take out constants); flow gap: accuracy of the exact flow (rk4) minus that of the model's
-own steps.
+own steps. `screen` changes one thing of the certified recipe at a time and reads held-out training images only.
 """
 
 import json
@@ -46,16 +47,28 @@ def arms(data: str) -> dict[str, dict[str, Arm]]:
     """The studies on digits or cifar10. The softmax field has as many parameters as the contractive fields together."""
     softmax = "digits" if data == "digits" else "cifar10/scratch"
     certified = "digits-certified" if data == "digits" else "cifar10/certified"
-    usual = ("model.tokenizer=conv", "model.final_norm=layer", "penalties.margin=0", "optim.label_smoothing=0.1")
+    usual = ("model.tokenizer=conv", "model.final_norm=layer", "model.pool=sqrt_mean")
+    labels = ("penalties.margin=0", "optim.label_smoothing=0.1")
     same_muon = ("optim.name=muon", "optim.muon_lr=4e-3")
     return {
         "contractive": {
             "softmax": Arm(softmax),
             "softmax, linear patches": Arm(softmax, ("model.tokenizer=patch",)),
-            "contractive, usual around it": Arm(certified, usual),
+            "contractive, usual around it": Arm(certified, (*usual, *labels)),
             "contractive, certified": Arm(certified),
+            "certified, √n·mean": Arm(certified, ("model.pool=sqrt_mean",)),
             "certified, margin 36/255": Arm(certified, ("penalties.margin=0.1412",)),
             "certified, Euler": Arm(certified, ("model.solver=euler", "model.depth=4")),
+        },
+        "screen": {
+            "as it is": Arm(certified),
+            "√n·mean": Arm(certified, ("model.pool=sqrt_mean",)),
+            "CLS": Arm(certified, ("model.pool=cls",)),
+            "MLP of 2": Arm(certified, ("model.mlp_ratio=2",)),
+            "no mixing": Arm(certified, ("model.mixing=none",)),
+            "two fields": Arm(certified, ("model.num_fields=2", "model.num_steps=2", "model.depth=4")),
+            "eight fields": Arm(certified, ("model.num_fields=8", "model.num_steps=8", "model.depth=16")),
+            "Muon's rate 3e-2": Arm(certified, ("optim.muon_lr=3e-2",)),
         },
         "middle": {
             "softmax": Arm(softmax),
@@ -128,24 +141,36 @@ def measure(folder: Path, data: DataConfig, *, attacked: int, path_images: int =
     return result | {"certified_above_attacked": int((proven > radii).sum()), "images_attacked": len(radii)}
 
 
-def run_arm(arm: Arm, overrides: list[str], folder: Path, attacked: int) -> dict[str, Any]:
-    """Train an arm and measure it, or read it when it has been."""
+def measure_held_out(folder: Path, data: DataConfig) -> dict[str, Any]:
+    """Accuracy and certified accuracy on the validation images alone."""
+    model, val = load_odevit(str(folder)), load_data(data).val
+    counts = {"parameters": count_parameters(model)["total"], "macs": count_macs(model).total}
+    return counts | {"top1": evaluate(model, val)["top1"], "images": len(val)} | certified_accuracy(model, val)
+
+
+def run_arm(arm: Arm, overrides: list[str], folder: Path, *, attacked: int | None) -> dict[str, Any]:
+    """Train an arm and measure it, or read it when it has been. attacked: None for what is held out alone."""
     file = folder / "stability.json"
     if not file.exists():
         assignments = [*arm.overrides, *overrides, f"output={folder}"]
         if not (folder / "result.json").exists():
             train(arm.recipe, assignments, resume=True)
-        found = measure(folder, Recipe.load(arm.recipe, assignments).data, attacked=attacked)
+        data = Recipe.load(arm.recipe, assignments).data
+        found = measure_held_out(folder, data) if attacked is None else measure(folder, data, attacked=attacked)
         file.write_text(json.dumps(found, indent=1))
     return json.loads(file.read_text())
 
 
 def row(found: dict[str, Any]) -> dict[str, str]:
-    corrupted = {name: sum(values) / len(values) for name, values in found["corrupted"].items()}
     proven = found["certified"]
-    return {
+    known = {
         "top-1": f"{found['top1']:.1%}",
         "certified 36/72/108": "–" if proven is None else " / ".join(f"{100 * share:.1f}" for share in proven.values()),
+    }
+    if "attacked" not in found:
+        return known | {"multiply-accumulates": f"{found['macs']:,}", "parameters": f"{found['parameters']:,}"}
+    corrupted = {name: sum(values) / len(values) for name, values in found["corrupted"].items()}
+    return known | {
         "attacked 36/72/108": " / ".join(f"{100 * share:.1f}" for share in found["attacked"].values()),
         "attacked radius": f"{found['attacked_radius']:.2f}",
         "noise/blur/contrast/jpeg": " / ".join(f"{100 * share:.1f}" for share in corrupted.values()),
@@ -158,7 +183,7 @@ def row(found: dict[str, Any]) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = study_parser(__doc__ or "", ("contractive", "middle"), minutes=None, output="runs/stability")
+    parser = study_parser(__doc__ or "", ("contractive", "screen", "middle"), minutes=None, output="runs/stability")
     parser.add_argument("--data", choices=("digits", "cifar10"), default="digits")
     parser.add_argument("--attacked", type=int, default=1000, help="images to attack; on digits beyond the test split")
     options = parser.parse_args(arguments)
@@ -166,14 +191,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         parser,
         options,
         arms(options.data)[options.study],
-        partial(run_arm, attacked=options.attacked),
+        partial(run_arm, attacked=None if options.study == "screen" else options.attacked),
         title=f"{options.data}-{options.study}",
     )
     for name, values in found.items():
         if (beaten := values.get("certified_above_attacked")) is not None:
             print(f"{name}: certificates beaten by the attack: {beaten} of {values['images_attacked']} images")
     rows = {name: row(values) for name, values in found.items()}
-    print_table(f"{options.study} on {options.data}, test split", rows, headers=tuple(next(iter(rows.values()))))
+    split = "held-out images" if options.study == "screen" else "test split"
+    print_table(f"{options.study} on {options.data}, {split}", rows, headers=tuple(next(iter(rows.values()))))
     return rows
 
 

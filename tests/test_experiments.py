@@ -235,6 +235,17 @@ def test_stability_arms_are_measured_once_and_resumed(tmp_path: Path, capsys: An
     assert stability_script.main(words) == rows
 
 
+def test_shapes_of_certified_models_are_screened_on_held_out_images(tmp_path: Path, capsys: Any) -> None:
+    words = ["screen", "--only", "as it is", "√n·mean", "--output", str(tmp_path)]
+    for assignment in ("optim.steps=3", "optim.batch_size=16", "data.limit=80"):
+        words += ["--set", assignment]
+    every, mean = stability_script.main(words).values()
+    weights = [int(row["parameters"].replace(",", "")) for row in (every, mean)]
+    assert weights[0] - weights[1] == 4 * 64 * 10  # four more tokens of width 64 for each of ten classes
+    assert "held-out images" in capsys.readouterr().out
+    assert "attacked 36/72/108" not in every
+
+
 @pytest.mark.parametrize("data", ["digits", "cifar10"])
 def test_every_arm_of_the_stability_studies_is_a_valid_model(data: str) -> None:
     from odevit.model.config import OdeViTConfig

@@ -267,19 +267,15 @@ _PAPER: dict[str, Any] = dict(
     image_size=224, patch_size=16, hidden_size=768, num_attention_heads=12, num_registers=10, depth=12, num_steps=23,
     final_norm="none", num_labels=100,
 )  # fmt: skip
-_CIFAR: dict[str, Any] = dict(image_size=32, patch_size=4, tokenizer="conv", depth=6, num_labels=10)
+_CIFAR: dict[str, Any] = dict(
+    image_size=32, patch_size=4, tokenizer="pooling", norm="layer", mixing="depthwise", pool="sequence", depth=6,
+    num_steps=4, num_labels=10,
+)  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper-base": {**_PAPER, "mlp_ratio": 4},  # 7.91M at 100 classes
     "paper-small": {**_PAPER, "mlp_ratio": 1},  # 4.37M
-    "cifar-nano": {**_CIFAR, "hidden_size": 128, "num_attention_heads": 4, "mlp_ratio": 2, "num_steps": 6},
-    "cifar-tiny": {**_CIFAR, "hidden_size": 192, "num_attention_heads": 3, "mlp_ratio": 2, "num_steps": 12},
-    "cifar-small": {
-        **_CIFAR,
-        "hidden_size": 384,
-        "num_attention_heads": 6,
-        "mlp_ratio": 3,
-        "num_fields": 2,
-        "num_steps": 12,
-    },
+    "cifar-nano": {**_CIFAR, "hidden_size": 128, "num_attention_heads": 4, "mlp_ratio": 2},
+    "cifar-tiny": {**_CIFAR, "hidden_size": 192, "num_attention_heads": 3, "mlp_ratio": 2},
+    "cifar-small": {**_CIFAR, "hidden_size": 384, "num_attention_heads": 6, "mlp_ratio": 3, "num_fields": 2},
 }
