@@ -30,7 +30,7 @@ from odevit.recipe import Recipe
 from odevit.shipped import FOLDER, checksum
 from odevit.training.checkpoint import recover_folders, write_folder
 from odevit.training.classifiers import load_odevit
-from odevit.training.evaluation import evaluate, model_input
+from odevit.training.evaluation import certified_accuracy, evaluate, model_input
 
 ALPHAS = (
     0.01,
@@ -58,14 +58,14 @@ An ODE-ViT: one shared attention + MLP block, integrated over time. {about}
 | multiply-accumulates | {macs:,} at its own setting: {num_steps} {solver} steps |
 | flow gap | {gap:+.2f} points (own setting minus exact flow, {gap_images:,} images); K = 3 … 48: {spread:.2f} |
 | stops early | {stops} |
+| certified | {proven} |
 | trained in | {minutes:.0f} CPU minutes, {epochs} epochs, seed {seed} |
 | command | `{command}` |
 
 Accuracy by number of steps: {by_steps}.
 
 **Intended use**: learning and research on Vision Transformers as flows; a start for fine-tuning on small images.
-**Limits**: images like those it was trained on, of {size} × {size} pixels; nothing else was measured. No part of it is
-certified unless its card says so.
+**Limits**: images like those it was trained on, of {size} × {size} pixels; nothing else was measured.
 """
 
 
@@ -106,21 +106,22 @@ def _fill(
     images, labels = test.fetch(torch.arange(min(1000, len(test))))
     flow = flow_gap(model, model_input(model, images), labels)
     halting = calibrate_shipped(model, target, loaded.val if stops else None, test)
+    certified = certified_shares(model, test)
     result = json.loads((run / "result.json").read_text())
     recipe = Recipe.load(run / "recipe.yaml")
     entry = {
         "name": name, "data": data_name or data, "accuracy": scores["top1"], "images": scores["count"],
         "accuracy_before_halving": result["top1"], "parameters": sum(p.numel() for p in model.parameters()),
         "macs": count_macs(model).total, "solver": model.config.solver, "num_steps": model.config.num_steps,
-        "flow": plain(flow), "halting": halting,
+        "flow": plain(flow), "halting": halting, **({"certified": certified} if certified else {}),
         "bytes": (target / "model.safetensors").stat().st_size, "sha256": checksum(target), "command": command,
         "seconds": result["seconds"], "epochs": result["epochs"], "seed": recipe.seed,
         "held_out": held_out(recipe),
     }  # fmt: skip
     text = CARD.format(
-        **{key: value for key, value in entry.items() if key != "flow"}, stops=in_words(halting, entry["num_steps"]),
-        about=about, gap=100 * flow["gap"], gap_images=flow["images"], spread=100 * flow["spread"],
-        minutes=result["seconds"] / 60, size=model.config.image_size,
+        **{key: value for key, value in entry.items() if key != "flow"}, proven=proven(certified),
+        stops=in_words(halting, entry["num_steps"]), about=about, gap=100 * flow["gap"], gap_images=flow["images"],
+        spread=100 * flow["spread"], minutes=result["seconds"] / 60, size=model.config.image_size,
         by_steps=", ".join(f"{steps}: {value:.1%}" for steps, value in flow["accuracy_by_steps"].items()),
     )  # fmt: skip
     (target / "README.md").write_text(text)
@@ -164,6 +165,21 @@ def in_words(halting: dict[str, Any] | None, num_steps: int) -> str:
         f"{halting['test_disagreement']:.2%} of the test images answered otherwise than at full depth (at most "
         f"{halting['alpha']:.0%} with confidence {1 - halting['delta']:.0%}, from {halting['images']:,} images)"
     )
+
+
+def certified_shares(model: Any, test: Split) -> dict[str, float] | None:
+    """Certified accuracy by radius; None for a model that the certificate does not cover."""
+    try:
+        return certified_accuracy(model, test)["certified"]
+    except ValueError:
+        return None
+
+
+def proven(certified: dict[str, float] | None) -> str:
+    if certified is None:
+        return "nothing"
+    shares = ", ".join(f"{share:.1%} within {radius}" for radius, share in certified.items())
+    return f"{shares} (test images answered rightly and provably so; ℓ₂, pixels of [0, 1])"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -41,6 +41,15 @@ def test_a_recurrence_has_a_gap_and_a_flow_has_none():
     assert list(gap["accuracy_by_steps"]) == [3, 4, 6, 8, 12, 24, 48]
 
 
+def test_a_contractive_flow_is_not_asked_for_steps_that_could_expand():
+    images, labels = torch.randn(3, 1, 8, 8), torch.zeros(3, dtype=torch.long)
+    shape = dict(image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_attention_heads=2, field="contractive")
+    for depth, expected in ((8, [4, 6, 8, 12, 24, 48]), (100, [50])):
+        config = OdeViTConfig(depth=depth, num_steps=depth // 2, solver="lie_trotter", final_norm="none", **shape)
+        gap = flow_gap(OdeViTForImageClassification(config).eval(), images, labels)
+        assert list(gap["accuracy_by_steps"]) == expected
+
+
 def test_the_standard_error_is_that_of_paired_differences(monkeypatch):
     model = turning_model()
     answers = {("euler", 1): torch.tensor([0, 0, 1, 1]), ("rk4", 16): torch.tensor([0, 1, 1, 1])}

@@ -12,7 +12,7 @@ from tiny_runs import tiny_recipe
 
 import odevit
 from odevit.commands.evaluate import evaluate
-from odevit.commands.train import train_recipe
+from odevit.commands.train import train, train_recipe
 from odevit.commands.zoo import zoo as list_zoo
 from odevit.model.halting import saved_rule
 from odevit.shipped import card, checksum, names
@@ -40,6 +40,15 @@ def test_a_run_is_shipped_in_half_precision_with_what_was_measured(run, tmp_path
     assert evaluate(str(folder), "digits")["top1"] == entry["accuracy"]
     assert entry["halting"]["alpha"] == 0.03  # what 144 validation images can prove
     assert saved_rule(model).threshold == entry["halting"]["threshold"]  # calibrated for the weights as shipped
+
+
+def test_a_contractive_model_is_shipped_with_what_is_proven(tmp_path):
+    train("digits-certified", ["optim.steps=30", f"output={tmp_path / 'run'}"])
+    entry = ship(tmp_path / "run", "sure", data="digits", command="a test", folder=tmp_path, halting=False)
+    shares = list(entry["certified"].values())
+    assert entry["accuracy"] >= shares[0] >= shares[1] >= shares[2]
+    assert shares[0] > 0
+    assert f"{shares[0]:.1%} within 36/255" in (tmp_path / "sure/README.md").read_text()
 
 
 def test_a_shipped_model_may_take_a_cheaper_setting(run, tmp_path):

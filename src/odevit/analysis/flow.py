@@ -27,8 +27,8 @@ def flow_gap(model: Any, images: Tensor, labels: Tensor, batch_size: int = 64) -
     """Accuracy at the model's own setting minus that of the exact flow, with its standard error; accuracies at
     K = 3 … 48 of its own solver and their spread. images (N, c, H, W) prepared for the model, labels (N,)."""
     config = model.config
-    exact = (EXACT[0], EXACT[1] * config.num_fields)
-    counts = [count for count in STEP_COUNTS if count >= config.num_fields]
+    exact = (EXACT[0], max(EXACT[1] * config.num_fields, config.least_steps(EXACT[0])))
+    counts = [n for n in STEP_COUNTS if n >= config.least_steps(config.solver)] or [config.num_steps]
     settings = [(config.solver, config.num_steps), exact, *((config.solver, count) for count in counts)]
     right: dict[tuple[str, int], Tensor] = {}
     for solver, steps in dict.fromkeys(settings):

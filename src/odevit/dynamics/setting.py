@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from odevit.dynamics.cost import count_macs
-from odevit.model.contractive import fewest_steps
 from odevit.model.solvers import ADAPTIVE, SOLVERS
 
 
@@ -28,8 +27,8 @@ def affordable_settings(model: Any) -> list[tuple[str, int, int]]:
         least, more = (count_macs(model, solver=solver, num_steps=fields * times).total for times in (1, 2))
         per_step = (more - least) // fields
         most = config.num_steps if own is None else fields + (own - least) // per_step
-        first = fewest_steps(solver, config.depth, fields) if config.field == "contractive" else fields
-        found += [(solver, steps, least + (steps - fields) * per_step) for steps in range(first, most + 1)]
+        counts = range(config.least_steps(solver), most + 1)
+        found += [(solver, steps, least + (steps - fields) * per_step) for steps in counts]
     return sorted(found, key=lambda setting: setting[2])
 
 

@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 
-from odevit.model.contractive import check_steps
+from odevit.model.contractive import check_steps, fewest_steps
 from odevit.model.field import FIELDS
 from odevit.model.layers import ATTENTIONS, MIXINGS, NORMS, POOLS, TOKENIZERS
 from odevit.model.solvers import Grid, check_solver
@@ -234,6 +234,10 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     def num_patches(self) -> int:
         rows, cols = self.grid
         return rows * cols
+
+    def least_steps(self, solver: str) -> int:
+        """With fewer, a contractive flow could expand, and others have no step for each field."""
+        return fewest_steps(solver, self.depth, self.num_fields) if self.field == "contractive" else self.num_fields
 
     @property
     def feature_size(self) -> int:

@@ -25,7 +25,6 @@ from odevit.atomic import write_file
 from odevit.data import prepare
 from odevit.dynamics.cost import count_macs, count_parameters
 from odevit.model.config import OdeViTConfig, own_fields
-from odevit.model.contractive import fewest_steps
 from odevit.model.halting import saved_rule
 from odevit.model.solvers import ADAPTIVE, SOLVERS
 from odevit.training.evaluation import model_input
@@ -112,7 +111,7 @@ def check_supported(config: OdeViTConfig) -> None:
 
 def check_size(model: Any) -> int:
     """Multiply-accumulates of one Euler step; ValueError for a model that a browser would take too long for."""
-    config, steps = model.config, max(model.config.num_steps, least_steps(model.config, "euler"))
+    config, steps = model.config, max(model.config.num_steps, model.config.least_steps("euler"))
     macs = count_macs(model, num_steps=steps, solver="euler")
     if macs.total > MOST_MACS:
         raise ValueError(
@@ -120,11 +119,6 @@ def check_size(model: Any) -> int:
             f"model takes {macs.total / 1e9:.2f} G at K = {config.num_steps}. Take fewer steps, or a smaller student."
         )
     return macs.flow // steps
-
-
-def least_steps(config: OdeViTConfig, solver: str) -> int:
-    """With fewer, a contractive flow could expand, and others have no step for each field."""
-    return fewest_steps(solver, config.depth, config.num_fields) if config.field == "contractive" else config.num_fields
 
 
 @torch.no_grad()
@@ -161,7 +155,7 @@ def make_payload(
         "std": model.config.image_std,
         "parameters": count_parameters(model)["total"],
         "solvers": {
-            name: {**s.evaluations._asdict(), "order": s.order, "least": least_steps(config, name)}
+            name: {**s.evaluations._asdict(), "order": s.order, "least": config.least_steps(name)}
             for name, s in SOLVERS.items()
         },
         "limits": {"steps": MOST_STEPS, "macs": MOST_MACS, "step_macs": step_macs},
