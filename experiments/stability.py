@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from studies import run_study, study_parser
+from studies import print_markdown, run_study, study_parser
 
 from odevit.analysis.certified import attacked_radii
 from odevit.analysis.stability import path_measures
-from odevit.commands.console import print_table
 from odevit.commands.train import train
 from odevit.data import DataConfig, Split, load_data
 from odevit.data.corruptions import CORRUPTIONS, STRENGTHS, corrupt
@@ -68,6 +67,7 @@ def arms(data: str) -> dict[str, dict[str, Arm]]:
             "no mixing": Arm(certified, ("model.mixing=none",)),
             "two fields": Arm(certified, ("model.num_fields=2", "model.num_steps=2", "model.depth=4")),
             "eight fields": Arm(certified, ("model.num_fields=8", "model.num_steps=8", "model.depth=16")),
+            "Euler": Arm(certified, ("model.solver=euler", "model.depth=4")),
             "Muon's rate 3e-2": Arm(certified, ("optim.muon_lr=3e-2",)),
         },
         "middle": {
@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             print(f"{name}: certificates beaten by the attack: {beaten} of {values['images_attacked']} images")
     rows = {name: row(values) for name, values in found.items()}
     split = "held-out images" if options.study == "screen" else "test split"
-    print_table(f"{options.study} on {options.data}, {split}", rows, headers=tuple(next(iter(rows.values()))))
+    print_markdown(f"{options.study} on {options.data}, {split}", rows)
     return rows
 
 

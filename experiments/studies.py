@@ -75,6 +75,14 @@ def run_study(
     return rows
 
 
+def print_markdown(title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
+    """A table to be read in a terminal of any width, and pasted into docs."""
+    columns = list(next(iter(rows.values())))
+    print(f"{title}\n\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    for name, row in rows.items():
+        print(f"| {name} | {' | '.join(row[column] for column in columns)} |")
+
+
 def imported_from_timm(name: str) -> Any:
     """A module of .venv/timm, which is on the path only meanwhile: others must not find torchvision there.
 
