@@ -44,6 +44,9 @@ def _long(figures: dict[str, Any]) -> str:
     for name, label in (("memory_mb", "memory, MB"), ("handles", "open files"), ("disk_mb", "disk, MB")):
         then, end, largest = figures[name]
         lines.append(f"| {label} | {then:.2f} | {end:.2f} | {largest:.2f} | {figures[f'{name}_per_hour']:+.3f} |")
+    if "in_use_mb_per_hour" in figures:
+        value, error = figures["in_use_mb_per_hour"]
+        lines.append(f"| bytes in use, MB (mallinfo2, the least in 20 s) | | | | {value:+.2f} ± {error:.2f} |")
     return said + "\n".join(lines) + "".join(_memory_by_part(figures))
 
 

@@ -20,6 +20,11 @@ def test_what_the_page_promises():
     assert all(figures["bad"] == 0 for figures in FIGURES.values())
     ended = [row["seconds until both ended"] for row in FIGURES["ranks"]["by_task"].values()]
     assert max(ended) <= 60
+    long = FIGURES["long"]
+    assert long["minutes"] >= 115
+    assert abs(long["in_use_mb_per_hour"][0]) < 1  # of 364 MB: nothing is kept that should go
+    assert abs(long["handles_per_hour"]) < 0.1
+    assert long["disk_mb_per_hour"] < 1
 
 
 def test_the_dependencies_are_those_that_are_pinned():
