@@ -15,12 +15,14 @@ from odevit.data import DataConfig, Split, load_data
 from odevit.data.splits import MemorySplit
 from odevit.dynamics.arrival import Certified, arrival_bound
 from odevit.dynamics.contraction_certificate import (
+    TEMPERATURE,
     certified_radius,
     certify_contractive,
     check_contractive,
     entrance_norm,
     flow_growth,
     margin_loss,
+    settle_head,
 )
 from odevit.model.halting import halt
 from odevit.model.model import OdeViTForImageClassification
@@ -117,6 +119,25 @@ def test_whole_model_moves_no_further_than_its_constant() -> None:
         shrink = 5**-0.5 if pool == "mean" else 1.0
         assert float(norm) <= float(entrance_norm(model)) * flow_growth(model) * shrink + 1e-12
     assert flow_growth(model) <= 1 + 1e-9
+
+
+def test_the_settled_head_keeps_answers_and_radii_and_speaks_in_probabilities() -> None:
+    model, images = contractive_model(pool="flatten").double(), torch.randn(16, 1, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        model.classifier.weight.mul_(300)  # the margin loss would not mind
+        model.classifier.bias.normal_()
+        before = model(images).logits
+        radius = certified_radius(model, before)
+        settle_head(model)
+        after = model(images).logits
+    assert torch.equal(after.argmax(1), before.argmax(1))
+    assert torch.allclose(certified_radius(model, after), radius)
+    # wherever the rows are as far apart as they are in the mean, a margin of logits is the radius over τ
+    weight, lipschitz = model.classifier.weight.detach(), float(entrance_norm(model).detach())
+    pairs = torch.pdist(weight) * TEMPERATURE * lipschitz
+    assert float(pairs.mean()) == pytest.approx(1)
+    settle_head(model)
+    assert torch.allclose(model(images).logits, after)
 
 
 def test_margin_loss_asks_for_radii_and_not_for_scale() -> None:

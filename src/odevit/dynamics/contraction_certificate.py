@@ -133,3 +133,16 @@ def margin_loss(model: Any, logits: Tensor, targets: Tensor, epsilon: float) -> 
     same = torch.eye(logits.shape[1], dtype=torch.bool, device=logits.device)
     lacking = ((epsilon - radii) / TEMPERATURE).masked_fill(same, 0.0)
     return (targets * lacking.logsumexp(dim=2)).sum(dim=1).mean()
+
+
+@torch.no_grad()
+def settle_head(model: Any) -> None:
+    """Bring the head to the scale at which logits differ by radii over τ, in place: probabilities are then those of the
+    margin loss (with ε = 0). That loss does not see the scale, so training leaves any; answers and radii stay."""
+    check_contractive(model)
+    distances = class_distances(model)
+    classes = len(distances)
+    mean = distances.sum() / (classes * (classes - 1))
+    scale = 1 / (TEMPERATURE * read_out_norm(model) * float(entrance_norm(model)) * mean)
+    model.classifier.weight.mul_(scale)
+    model.classifier.bias.mul_(scale)

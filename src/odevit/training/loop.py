@@ -315,6 +315,10 @@ class Run:
     def finish(self) -> Result:
         """Select on validation, read the test split once, and write model/, result.json and curve.png."""
         seconds, selected = self.elapsed, self.use_best()
+        if self.recipe.penalties.margin:
+            from odevit.dynamics.contraction_certificate import settle_head
+
+            settle_head(self.model.eval())
         split = "val" if self.data.test is None else "test"
         scores = self.evaluate(self.data.val if self.data.test is None else self.data.test)
         parameters = count_parameters(self.model)
