@@ -31,3 +31,14 @@ def test_the_curve_shows_what_was_monitored(tmp_path, monkeypatch):
     lines.append({"kind": "monitor", "step": 2, **look, "distance_over_radius": {"median": 0.5, "largest": 3.0}})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert "Distance to the teacher / radius" in curve_panels(tmp_path, monkeypatch)
+
+
+def test_losses_that_cannot_be_compared_are_not_drawn_together(tmp_path, monkeypatch):
+    lines = [
+        {"kind": "train", "step": 1, "loss": 2.0, "losses": {"margin": 2.0}, "top1": 0.4},
+        {"kind": "val", "step": 1, "loss": 14.0, "top1": 0.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    panels = curve_panels(tmp_path, monkeypatch)
+    assert panels["Loss"] == ["training"]
+    assert panels["Accuracy"][:2] == ["training", "validation"]

@@ -55,7 +55,8 @@ def draw_curve(folder: Path) -> Path:
 
 def _loss(axes: Any, train: list[Record], val: list[Record]) -> None:
     axes.plot([r["step"] for r in train], [r["loss"] for r in train], color="tab:blue", label="training")
-    axes.plot([r["step"] for r in val], [r["loss"] for r in val], "o-", color="tab:orange", label="validation")
+    if not any("margin" in r.get("losses", {}) for r in train):  # of radii; validation has the cross-entropy of logits
+        axes.plot([r["step"] for r in val], [r["loss"] for r in val], "o-", color="tab:orange", label="validation")
     axes.set(xlabel="step", ylabel="loss", title="Loss")
 
 
