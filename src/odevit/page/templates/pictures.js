@@ -115,7 +115,7 @@ function makePictures(root, payload) {
     if (lesson) svg.append(line(lesson, "teacher"), ...lesson.slice(1).map((q) => dot(q, 2, "teacher")));
     paths.forEach((list, r) => svg.append(line(list, r ? "beside" : "path"), ...list.map((q) => dot(q, 2.2, r ? "beside" : "step"))));
     svg.append(dot(paths[0][0], 4.5, "start"), ...runs.slice(1).map((run) => dot(at(run, time).point, 5, "beside now")), dot(now.point, 6.5, "now"));
-    svg.setAttribute("aria-label", `Path of CLS among the class means; at this time it answers ${classes[answer]}`);
+    svg.setAttribute("aria-label", `Path among the class means; at this time it answers ${classes[answer]}`);
     const kinds = runs.map((run, r) => [r ? "beside" : "path", spoken(run.options.solver)]);
     if (lesson) kinds.push(["teacher", "teacher"]);
     $(".legend").replaceChildren(...kinds.map(([kind, name]) => element("span", name, { class: kind })));
