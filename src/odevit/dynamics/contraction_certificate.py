@@ -137,8 +137,9 @@ def margin_loss(model: Any, logits: Tensor, targets: Tensor, epsilon: float) -> 
 
 @torch.no_grad()
 def settle_head(model: Any) -> None:
-    """Bring the head to the scale at which logits differ by radii over τ, in place: probabilities are then those of the
-    margin loss (with ε = 0). That loss does not see the scale, so training leaves any; answers and radii stay."""
+    """Bring the head to the scale at which logits differ by radii over τ, in the mean over pairs of classes, in place:
+    probabilities like those of the margin loss. It does not see the scale, so training leaves any; answers and radii
+    stay."""
     check_contractive(model)
     distances = class_distances(model)
     classes = len(distances)
