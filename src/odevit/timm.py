@@ -16,7 +16,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from odevit.model.config import PRESETS, OdeViTConfig, own_fields
-from odevit.model.layers import NORMS, POOLS
+from odevit.model.layers import NORMS, POOLS, Pool
 from odevit.model.model import OdeViTForImageClassification, OdeViTModel
 from odevit.model.solvers import Grid
 from odevit.shipped import names, zoo
@@ -53,6 +53,7 @@ class TimmOdeViT(nn.Module):
         self.num_features = self.embed_dim = config.hidden_size
         self.num_prefix_tokens = 1
         self.head: nn.Module = nn.Identity()
+        self.pool: Pool | None = None
         if img_size is not None:
             self.set_input_size(img_size)
         self.reset_classifier(num_classes, config.pool if global_pool is None else global_pool)
@@ -69,7 +70,7 @@ class TimmOdeViT(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens (b, n, d) → logits (b, classes); without a pool (b, n, d) or (b, n, classes). No register is read."""
-        x = x if self.global_pool == "" else self.pool(x[:, : x.shape[1] - self.config.num_registers])
+        x = x if self.pool is None else self.pool(x[:, : x.shape[1] - self.config.num_registers])
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,12 +130,10 @@ class TimmOdeViT(nn.Module):
         if global_pool is not None:
             if global_pool not in ("", *POOLS):
                 raise ValueError(f"global_pool must be '' or one of {', '.join(POOLS)}, got {global_pool!r}")
-            self.global_pool = global_pool
-            self.pool = POOLS[global_pool](self.num_features) if global_pool else nn.Identity()
+            self.global_pool, tokens = global_pool, 1 + self.config.num_patches
+            self.pool = POOLS[global_pool](self.num_features, tokens) if global_pool else None
         self.num_classes = num_classes
-        self.head_hidden_size = self.num_features * (
-            1 + self.config.num_patches if self.global_pool == "flatten" else 1
-        )
+        self.head_hidden_size = self.pool.features if self.pool else self.num_features
         self.head = nn.Linear(self.head_hidden_size, num_classes) if num_classes else nn.Identity()
         if num_classes:
             nn.init.trunc_normal_(self.head.weight, std=0.02)  # type: ignore[arg-type]
@@ -144,16 +143,14 @@ class TimmOdeViT(nn.Module):
         self.flow.gradient_checkpointing = enable
 
     def set_input_size(self, img_size: int | Sequence[int]) -> None:
-        """Take square images of another size: positions are interpolated."""
+        """Take square images of another size: positions are interpolated. A pool of one size wants to be reset first:
+        reset_classifier(0, ""), and afterwards with classes and its name."""
         sides = {img_size} if isinstance(img_size, int) else set(img_size)
         if len(sides) != 1:
             raise ValueError(f"an ODE-ViT takes square images, got {tuple(sides)}")
         size = sides.pop()
-        if not isinstance(self.head, nn.Identity) and self.global_pool == "flatten" and size != self.config.image_size:
-            raise ValueError(
-                f"pool='flatten' reads every token for itself, so its head takes images of {self.config.image_size}×"
-                f"{self.config.image_size} only; call reset_classifier(0) first"
-            )
+        if self.pool is not None:
+            self.pool.check(1 + (size // self.config.patch_size) ** 2)
         self.flow.resize_images(size)
 
     def no_weight_decay(self) -> set[str]:

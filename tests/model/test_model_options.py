@@ -139,15 +139,16 @@ def test_read_outs_ignore_registers(pool):
 
 def test_a_head_that_reads_every_token_takes_one_size_only(tmp_path):
     model = tiny(pool="flatten")
-    assert model.classifier.in_features == model.config.feature_size == 17 * 8
-    with pytest.raises(ValueError, match="expected 16 patches, got 36; resize the images to 8×8"):
+    assert model.classifier.in_features == model.pool.features == 17 * 8
+    with pytest.raises(ValueError, match="images of 16 patches only, got 36; resize the images"):
         model(torch.randn(1, 1, 12, 12), interpolate_pos_encoding=True)
-    with pytest.raises(ValueError, match="images of 8×8 only, not of 12×12"):
+    with pytest.raises(ValueError, match="images of 16 patches only, got 36"):
         model.resize_images(12)
+    assert model.config.image_size == 8
     model.save_pretrained(tmp_path)
     images = torch.randn(2, 1, 8, 8)
     assert torch.equal(type(model).from_pretrained(tmp_path).eval()(images).logits, model(images).logits)
-    with pytest.raises(ValueError, match="images of 8×8 only"):
+    with pytest.raises(ValueError, match="images of 16 patches only"):
         type(model).from_pretrained(tmp_path, image_size=12)
 
 

@@ -134,13 +134,14 @@ def test_export_checkpointing_and_other_sizes(name):
     model.train()(images).sum().backward()
     assert model.flow.gradient_checkpointing
     side, channels = 3 * model.config.patch_size, model.config.num_channels
-    if model.global_pool == "flatten":  # its head knows every token
+    pool = model.global_pool
+    if pool == "flatten":  # its head knows every token
         with pytest.raises(ValueError, match="reads every token for itself"):
             model.set_input_size((side, side))
-        model.reset_classifier(0)
+        model.reset_classifier(0, "")
     model.set_input_size((side, side))
-    if model.global_pool == "flatten":
-        model.reset_classifier(5)
+    if pool == "flatten":
+        model.reset_classifier(5, pool)
     assert model.eval()(torch.randn(1, channels, side, side)).shape == (1, 5)
     with torch.device("meta"):
         assert create(name, num_classes=5, in_chans=1)(images[:, :1].to("meta")).shape == (2, 5)

@@ -240,11 +240,6 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
         return fewest_steps(solver, self.depth, self.num_fields) if self.field == "contractive" else self.num_fields
 
     @property
-    def feature_size(self) -> int:
-        """Numbers per image behind the pool."""
-        return self.hidden_size * (1 + self.num_patches if self.pool == "flatten" else 1)
-
-    @property
     def mlp_hidden(self) -> int:
         return round(self.hidden_size * self.mlp_ratio)
 

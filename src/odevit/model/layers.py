@@ -246,51 +246,74 @@ TOKENIZERS: dict[str, Callable[[int, int, int], nn.Module]] = {
 }
 
 
-class ClsPool(nn.Module):
-    """The first token. (b, n, d) -> (b, d)."""
+class Pool(nn.Module):
+    """What a head reads of CLS and patches. (b, n, d) -> (b, features). Most take any number of tokens."""
+
+    def __init__(self, width: int, tokens: int):
+        super().__init__()
+        self.features = width
+
+    def check(self, tokens: int) -> None:
+        """ValueError where it cannot read so many."""
+
+
+class ClsPool(Pool):
+    """The first token."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, 0]
 
 
-class MeanPool(nn.Module):
-    """The mean of CLS and patches. (b, n, d) -> (b, d)."""
+class MeanPool(Pool):
+    """The mean of the n tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(dim=1)
 
 
-class RootMeanPool(nn.Module):
-    """√n times the mean of the n tokens CLS and patches: a linear map of norm one. (b, n, d) -> (b, d)."""
+class RootMeanPool(Pool):
+    """√n times the mean of the n tokens: a linear map of norm one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sum(dim=1) / math.sqrt(x.shape[1])
 
 
-class FlattenPool(nn.Module):
-    """CLS and patches one after another: a linear map of norm one that loses nothing. (b, n, d) -> (b, n·d)."""
+class FlattenPool(Pool):
+    """All tokens one after another: a linear map of norm one that loses nothing. Takes as many as it was built for."""
+
+    def __init__(self, width: int, tokens: int):
+        super().__init__(width, tokens)
+        self.tokens, self.features = tokens, tokens * width
+
+    def check(self, tokens: int) -> None:
+        if tokens != self.tokens:
+            raise ValueError(
+                f"pool='flatten' reads every token for itself, so this model takes images of {self.tokens - 1} patches "
+                f"only, got {tokens - 1}; resize the images, or give the model another pool and a fresh head"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
+        self.check(x.shape[1])
         return x.flatten(1)
 
 
-class SequencePool(nn.Module):
-    """Σ_i p_i x_i with p the softmax over tokens of a learned score (arXiv 2104.05704). (b, n, d) -> (b, d)."""
+class SequencePool(Pool):
+    """Σ_i p_i x_i with p the softmax over tokens of a learned score (arXiv 2104.05704)."""
 
-    def __init__(self, width: int):
-        super().__init__()
+    def __init__(self, width: int, tokens: int):
+        super().__init__(width, tokens)
         self.score = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return (torch.softmax(self.score(x), dim=1) * x).sum(dim=1)
 
 
-POOLS: dict[str, Callable[[int], nn.Module]] = {
-    "cls": lambda width: ClsPool(),
+POOLS: dict[str, type[Pool]] = {
+    "cls": ClsPool,
     "sequence": SequencePool,
-    "mean": lambda width: MeanPool(),
-    "sqrt_mean": lambda width: RootMeanPool(),
-    "flatten": lambda width: FlattenPool(),
+    "mean": MeanPool,
+    "sqrt_mean": RootMeanPool,
+    "flatten": FlattenPool,
 }
 
 

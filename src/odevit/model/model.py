@@ -26,6 +26,7 @@ from odevit.model.layers import (
     TOKENIZERS,
     CenterNorm,
     DepthwiseMixing,
+    Pool,
     PoolingTokenizer,
     SequencePool,
     interpolate_positions,
@@ -112,14 +113,11 @@ class OdeViTPreTrainedModel(PreTrainedModel):
         base: Any = getattr(self, self.base_model_prefix, self)
         if image_size == base.config.image_size:
             return
-        if base.config.pool == "flatten" and hasattr(self, "classifier"):
-            raise ValueError(
-                f"pool='flatten' reads every token for itself, so this model takes images of {base.config.image_size}×"
-                f"{base.config.image_size} only, not of {image_size}×{image_size}"
-            )
-        old_grid = base.config.grid
-        self.config = base.config = OdeViTConfig(**{**base.config.to_dict(), "image_size": image_size})
-        positions = interpolate_positions(base.positions.detach(), old_grid, base.config.grid)
+        config = OdeViTConfig(**{**base.config.to_dict(), "image_size": image_size})
+        if isinstance(pool := getattr(self, "pool", None), Pool):
+            pool.check(1 + config.num_patches)
+        positions = interpolate_positions(base.positions.detach(), base.config.grid, config.grid)
+        self.config = base.config = config
         base.positions = nn.Parameter(positions, requires_grad=base.positions.requires_grad)
 
     def image_processor(self) -> OdeViTImageProcessor:
@@ -269,9 +267,9 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
         super().__init__(config)
         self.odevit = OdeViTModel(config)
         self.norm = NORMS[config.final_norm](config.hidden_size, config.layer_norm_eps)
-        self.pool = POOLS[config.pool](config.hidden_size)
-        size = config.projection_size or config.feature_size
-        self.projection = nn.Linear(config.feature_size, size, bias=False) if config.projection_size else nn.Identity()
+        self.pool = POOLS[config.pool](config.hidden_size, 1 + config.num_patches)
+        read, size = self.pool.features, config.projection_size or self.pool.features
+        self.projection = nn.Linear(read, size, bias=False) if config.projection_size else nn.Identity()
         self.classifier = nn.Linear(size, config.num_labels)  # type: ignore[arg-type]
         self.post_init()
 
@@ -300,11 +298,6 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
     def features(self, state: Tensor) -> Tensor:
         """A state (b, n, d) → pool(norm(state)) (b, d), or (b, n·d) where all are read. Registers are not read."""
         tokens = state[:, :1] if self.config.pool == "cls" else state[:, : state.shape[1] - self.config.num_registers]
-        if self.config.pool == "flatten" and tokens.shape[1] != 1 + self.config.num_patches:
-            raise ValueError(
-                f"pool='flatten' reads every token for itself: expected {self.config.num_patches} patches, got "
-                f"{tokens.shape[1] - 1}; resize the images to {self.config.image_size}×{self.config.image_size}"
-            )
         return self.pool(self.norm(tokens))
 
     def forward(
