@@ -10,8 +10,8 @@ Every arm is a recipe with overrides. With `--minutes` all have that wall-clock 
 `--share I/N` takes every N-th run and keeps to core I. Runs resume: start the same command again and it goes on where
 it was; finished arms are only read. Radii are ℓ₂ in pixels of [0, 1]; σ(Φ) is the largest singular value of the flow's
 Jacobian, geometric mean over images; μ the largest log-norm per unit of depth seen on their paths (on the quotient for
-softmax fields, whose norms take out constants); flow gap: accuracy of the exact flow (rk4) minus that of the model's
-own steps. `screen` changes one thing of the certified recipe at a time and reads held-out training images only.
+softmax fields, whose norms take out constants); flow gap: accuracy of the model's own steps minus that of the exact
+flow (rk4). `screen` changes one thing of the certified recipe at a time and reads held-out training images only.
 """
 
 import json
@@ -113,7 +113,7 @@ def measure(folder: Path, data: DataConfig, *, attacked: int, path_images: int =
         "macs": count_macs(model).total,
     }
     exact = evaluate(model, some, solver="rk4", num_steps=max(16, 4 * config.num_steps))["top1"]
-    result["flow_gap"] = exact - evaluate(model, some)["top1"]
+    result["flow_gap"] = evaluate(model, some)["top1"] - exact
     result["corrupted"] = {
         name: [
             evaluate(model, MemorySplit(corrupt(some.images, name, strength), some.labels))["top1"]
