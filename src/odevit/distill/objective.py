@@ -65,6 +65,7 @@ class DistillConfig:
     collocation: float = 0.0  # share of the run spent on velocities, before any unrolling
     forcing: float = 0.0  # share of the run, after collocation, in which teacher forcing goes from always to never
     freeze_head: bool = True  # the teacher's norm and head stay as they are
+    teacher_head: bool = False  # answers only: the student, of its teacher's width, gets its norm and head, frozen
     cache: str = "none"  # "none" (teacher online); what is kept on disk of its states: "cls", "all", or "logits" alone
     cache_views: int = 1  # augmented versions of each image in the cache; an epoch goes through all of them
     cache_folder: str = "cache"
@@ -103,8 +104,9 @@ class DistillConfig:
             )
         if self.prompts and self.match != "path":
             raise ValueError("distill.prompts are for distill.match: path")
-        if self.extra_images and self.match != "answers":
-            raise ValueError("distill.extra_images are for distill.match: answers")
+        for name in ("extra_images", "teacher_head"):
+            if getattr(self, name) and self.match != "answers":
+                raise ValueError(f"distill.{name} is for distill.match: answers")
 
     def _check_cache(self) -> None:
         if self.cache_top < 0:

@@ -120,6 +120,25 @@ def copy_parts(teacher: Teacher, student: OdeViTForImageClassification) -> list[
     return copied
 
 
+@torch.no_grad()
+def take_head_(student: OdeViTForImageClassification, teacher: Teacher) -> None:
+    """Let a student with tokens of its own answer through its teacher's norm and head, frozen."""
+    parts = teacher.parts()
+    if parts.head_weight is None or parts.norm_weight is None or parts.projection_weight is not None:
+        raise ValueError(f"a teacher of family {teacher.family} has no norm and linear head that read CLS to be copied")
+    config = student.config
+    wanted = {"hidden_size": teacher.width, "final_norm": "layer", "layer_norm_eps": parts.norm_eps, "pool": "cls"}
+    if wrong := {name: value for name, value in wanted.items() if getattr(config, name) != value}:
+        settings = ", ".join(f"{name}: {value}" for name, value in wrong.items())
+        raise ValueError(f"the teacher's head fits a student that is like it in what it reads; set model {settings}")
+    for module, weight, bias in (
+        (student.norm, parts.norm_weight, parts.norm_bias),
+        (student.classifier, parts.head_weight, parts.head_bias),
+    ):
+        module.load_state_dict({"weight": weight, "bias": bias})
+        module.requires_grad_(False)
+
+
 def parameter_report(student: OdeViTForImageClassification, teacher: nn.Module) -> ParameterReport:
     """Count the parameters of a student (all, trainable, those of its fields) and of its teacher."""
 
