@@ -55,7 +55,7 @@ def arms(data: str) -> dict[str, dict[str, Arm]]:
             "softmax, linear patches": Arm(softmax, ("model.tokenizer=patch",)),
             "contractive, usual around it": Arm(certified, (*usual, *labels)),
             "contractive, certified": Arm(certified),
-            "certified, width 256": Arm(certified, ("model.hidden_size=256",)),
+            "certified, wider": Arm(certified, ("model.hidden_size=192", "augment.crop=2")),
             "certified, √n·mean": Arm(certified, ("model.pool=sqrt_mean",)),
             "certified, margin 36/255": Arm(certified, ("penalties.margin=0.1412",)),
             "certified, Euler": Arm(certified, ("model.solver=euler", "model.depth=4")),
