@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import ResNetConfig, ResNetForImageClassification
 
 from odevit.commands.distill import distill_recipe
 from odevit.data import DataConfig, load_data, prepare
@@ -85,55 +85,6 @@ def test_losses_are_kl_and_cross_entropy_with_gradients(tmp_path, teacher):
     assert all(p.grad.abs().max() > 0 for n, p in student.named_parameters() if p.numel())
 
 
-@pytest.fixture(scope="module")
-def vit(tmp_path_factory):
-    torch.manual_seed(1)
-    config = ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=2,
-        num_channels=1, num_labels=10,
-    )  # fmt: skip
-    model = ViTForImageClassification(config)
-    for parameter in (*model.vit.layernorm.parameters(), *model.classifier.parameters()):
-        torch.nn.init.normal_(parameter)
-    folder = tmp_path_factory.mktemp("vit")
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-def with_teachers_head(folder, vit, **model):
-    wanted = recipe(folder, vit, teacher_head=True)
-    wanted.model |= {"final_norm": "layer", "layer_norm_eps": 1e-12, **model}
-    return wanted
-
-
-def test_a_student_with_tokens_of_its_own_answers_through_its_teachers_head(tmp_path, vit):
-    data = load_data(DataConfig(name="digits", limit=96))
-    student, objective = build(with_teachers_head(tmp_path, vit), data)
-    states = torch.randn(3, 5, 16)
-    theirs = objective.teacher.module
-    with torch.no_grad():
-        expected = theirs.classifier(theirs.vit.layernorm(states)[:, 0])
-    assert torch.allclose(student.classify(states), expected, atol=1e-6)
-    frozen = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
-    assert frozen == {"norm.weight", "norm.bias", "classifier.weight", "classifier.bias"}
-    result = distill_recipe(with_teachers_head(tmp_path, vit), report=None, progress_bar=False)
-    assert torch.equal(result.model.classifier.weight, theirs.classifier.weight)
-    assert torch.equal(result.model.norm.weight, theirs.vit.layernorm.weight)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"hidden_size": 32, "pool": "mean"}, "set model hidden_size: 16, pool: cls"),
-        ({"final_norm": "none"}, "final_norm: layer"),
-        ({"layer_norm_eps": 1e-6}, "layer_norm_eps: 1e-12"),
-    ],
-)
-def test_a_head_that_does_not_fit_is_refused(tmp_path, vit, model, message):
-    with pytest.raises(ValueError, match=message):
-        build(with_teachers_head(tmp_path, vit, **model), load_data(DataConfig(name="digits", limit=96)))
-
-
 @pytest.mark.slow
 def test_distill_runs_to_its_end_and_compares(tmp_path, teacher):
     result = distill_recipe(recipe(tmp_path, teacher, cache="logits"), report=None, progress_bar=False)
@@ -160,7 +111,6 @@ def test_extra_images_teach_without_labels(tmp_path, teacher):
         ({"losses": {"cls_path": 1.0}}, "cls_path compares states"),
         ({"extra_images": "digits", "losses": {"kl": 1.0, "cross_entropy": 1.0}}, "no labels of these classes"),
         ({"extra_images": "digits"}, "read through the cache"),
-        ({"teacher_head": True}, "ResNet"),
     ],
 )
 def test_impossible_plans_are_refused(tmp_path, teacher, fields, message):

@@ -215,6 +215,9 @@ def test_plans_that_cannot_work(teacher_folder, data, tmp_path):
     sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1}
     refuse("fixed steps", forcing=0.5, model={"solver": "dopri5"})
     refuse("as many: 2 registers, 0 extra", losses={"register_path": 1.0}, model={"num_registers": 2})
+    own = {"patch_size": 2}
+    refuse("patch_path compares patches, and this student has its own", losses={"patch_path": 1.0}, model=own)
+    refuse("collocation, forcing compares patches", collocation=0.2, forcing=0.2, model=own)
     refuse("kl loss needs a teacher with a classification head", tiny_teacher("dino", **sizes), losses={"kl": 1.0})
     refuse("nothing would train the student's head", tiny_teacher("dinov2", **sizes))
     refuse("mixup cannot be cached", augment={"mixup": 0.2}, cache="cls")

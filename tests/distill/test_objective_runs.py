@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+import torch.nn.functional as nnf
 from safetensors.torch import load_file
 from tiny_distillations import PHASES, distil, recipe_of
 
+from odevit.data import prepare
 from odevit.distill.objective import (
     Distillation,
     build,
 )
-from odevit.teachers.teacher import load_teacher
+from odevit.teachers.teacher import load_teacher, tiny_teacher
 from odevit.training import loop as train
 from odevit.training.claim import claim_run
 from odevit.training.evaluation import model_input
+from odevit.training.integration import Integration
 from odevit.training.loop import fit
 from odevit.training.runlog import read_metrics
 
@@ -96,6 +99,32 @@ def test_cached_and_online_teachers_give_the_same_losses(cache, teacher_folder, 
         assert cached == pytest.approx(online, rel=1e-2)
     assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-3)  # half precision
     assert losses[0] != losses[1]
+
+
+def test_a_student_with_patches_of_its_own_follows_a_teacher_of_larger_images(data, tmp_path):
+    torch.manual_seed(0)
+    teacher = tiny_teacher("vit", image_size=16, patch_size=4, num_channels=1)
+    rows = torch.arange(8)
+    found = []
+    for cache in ("none", "cls"):
+        model = {"image_size": 8, "patch_size": 2, "tokenizer": "pooling"}
+        recipe = recipe_of(tmp_path, "", model=model, cache=cache, losses={"cls_path": 1.0, "kl": 1.0})
+        student, objective = build(recipe, data, teacher)
+        split = objective.training_data(data).train
+        pixels, labels = split.fetch(rows)
+        assert pixels.shape[-1] == 8
+        images, targets = model_input(student, pixels), torch.eye(10)[labels]
+        terms = objective(student, images, targets, rows, progress=0.5, integration=Integration())
+        found.append({name: float(loss) for name, loss in terms.losses.items()})
+        seen = teacher.trace(prepare(pixels, 16, student.config.image_mean, student.config.image_std))
+        ours = student(images, output_hidden_states=True)
+        divergence = nnf.kl_div(
+            ours.logits.log_softmax(-1), seen.logits.log_softmax(-1), reduction="batchmean", log_target=True
+        )
+        assert found[-1]["kl"] == pytest.approx(float(divergence), rel=2e-2)
+        sum(terms.losses.values()).backward()
+        assert float(student.odevit.tokenizer.layers[0].weight.grad.abs().max()) > 0
+    assert found[0] == pytest.approx(found[1], rel=2e-2)  # bytes against floats resized, half precision
 
 
 @pytest.mark.slow

@@ -141,6 +141,25 @@ def test_parameter_report_counts_everything():
     assert report.ratio == report.teacher / report.total
 
 
+@pytest.mark.parametrize("own", [{"image_size": 16}, {"patch_size": 4}, {"tokenizer": "pooling"}])
+def test_a_student_may_have_patches_of_its_own(own):
+    teacher = random_teacher()
+    student, parts = student_of(teacher, **own), teacher.parts()
+    size = own.get("image_size", 32)
+    state = student.odevit.evolve(student.odevit.embed(torch.randn(2, 3, size, size))).xs[-1]
+    assert state.shape == (2, 1 + (size // own.get("patch_size", 8)) ** 2, 32)
+    cls = state[:, 0]
+    torch.testing.assert_close(
+        student.classify(state), parts.norm(cls) @ parts.head_weight.T + parts.head_bias, rtol=1e-4, atol=1e-5
+    )
+    frozen = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"norm.weight", "norm.bias", "classifier.weight", "classifier.bias"}
+    assert torch.equal(student.odevit.cls_token, parts.cls_token)
+    assert not any(
+        "patches" in name or "tokenizer" in name or "positions" in name for name in copy_parts(teacher, student)
+    )
+
+
 @pytest.mark.parametrize("name", [*TEACHERS_OWN, "num_stepz"])
 def test_what_cannot_be_chosen_is_told(name):
     with pytest.raises(ValueError, match=f"cannot set {name} on a student; fields to choose: .*num_steps"):

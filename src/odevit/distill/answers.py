@@ -14,10 +14,8 @@ from odevit.distill.cache_key import Transform
 from odevit.distill.cache_shards import Cache, cache_of
 from odevit.distill.losses import answer_divergence
 from odevit.distill.split_teacher import shard_teacher_
-from odevit.distill.student import take_head_
 from odevit.distill.top import TopLogits
 from odevit.teachers.answerer import Answerer
-from odevit.teachers.teacher import load_teacher
 from odevit.training.classifiers import build_classifier, load_classifier
 from odevit.training.integration import Integration
 from odevit.training.objectives import Terms
@@ -77,8 +75,6 @@ def build_answers(
     if teacher.num_labels != len(data.class_names):
         raise ValueError(f"the teacher answers with {teacher.num_labels} classes, the data has {len(data.class_names)}")
     student = build_classifier(recipe.model, data, recipe.data)
-    if config.teacher_head:
-        take_head_(student, load_teacher(teacher.module))
     if config.shard_teacher:
         shard_teacher_(config, recipe.loop.monitor_every, teacher)
     train = data.train

@@ -30,7 +30,7 @@ from odevit.distill.meeting import (
     unroll,
 )
 from odevit.distill.split_teacher import shard_teacher_
-from odevit.distill.student import student_of
+from odevit.distill.student import TOKENS, same_patches, student_of
 from odevit.dynamics.arrival import answer_head, distance_and_radius
 from odevit.dynamics.monitor import spread
 from odevit.model.model import OdeViTForImageClassification
@@ -65,7 +65,6 @@ class DistillConfig:
     collocation: float = 0.0  # share of the run spent on velocities, before any unrolling
     forcing: float = 0.0  # share of the run, after collocation, in which teacher forcing goes from always to never
     freeze_head: bool = True  # the teacher's norm and head stay as they are
-    teacher_head: bool = False  # answers only: the student, of its teacher's width, gets its norm and head, frozen
     cache: str = "none"  # "none" (teacher online); what is kept on disk of its states: "cls", "all", or "logits" alone
     cache_views: int = 1  # augmented versions of each image in the cache; an epoch goes through all of them
     cache_folder: str = "cache"
@@ -104,9 +103,8 @@ class DistillConfig:
             )
         if self.prompts and self.match != "path":
             raise ValueError("distill.prompts are for distill.match: path")
-        for name in ("extra_images", "teacher_head"):
-            if getattr(self, name) and self.match != "answers":
-                raise ValueError(f"distill.{name} is for distill.match: answers")
+        if self.extra_images and self.match != "answers":
+            raise ValueError("distill.extra_images are for distill.match: answers")
 
     def _check_cache(self) -> None:
         if self.cache_top < 0:
@@ -192,7 +190,7 @@ def build(
     cache = None
     if config.cache != "none":
         transform = Transform(
-            image_size=student.config.image_size,
+            image_size=teacher.image_size,
             mean=teacher.mean or tuple(student.config.image_mean),
             std=teacher.std or tuple(student.config.image_std),
             augment=recipe.augment,
@@ -223,6 +221,14 @@ def check_plan(config: DistillConfig, teacher: Teacher, student: OdeViTForImageC
         raise ValueError(
             f"nothing would train the student's head, which is fresh ({teacher.parts().head_note}): give a weight "
             "to distill.losses.kl or cross_entropy"
+        )
+    compared = sorted(wanted & {"patch_path", "attention"}) + [
+        name for name in ("collocation", "forcing") if getattr(config, name)
+    ]
+    if compared and not same_patches(teacher, student):
+        raise ValueError(
+            f"{', '.join(compared)} compares patches, and this student has its own: leave {', '.join(TOKENS)} to the "
+            f"teacher, or set {', '.join(compared)} to 0"
         )
     if "register_path" in wanted and not student.config.num_registers == teacher.extra_tokens > 0:
         raise ValueError(

@@ -12,9 +12,11 @@ from odevit.teachers.teacher import Teacher, load_teacher
 
 # fields of OdeViTConfig that a student takes over with the teacher's weights
 TEACHERS_OWN = (
-    "hidden_size", "num_attention_heads", "image_size", "patch_size", "num_channels", "tokenizer", "final_norm",
-    "layer_norm_eps", "embedding_norm", "projection_size", "unit_features",
+    "hidden_size", "num_attention_heads", "num_channels", "final_norm", "layer_norm_eps", "embedding_norm",
+    "projection_size", "unit_features",
 )  # fmt: skip
+TOKENS = ("image_size", "patch_size", "tokenizer")
+"""Fields with which a student has tokens of its own."""
 
 
 class ParameterReport(NamedTuple):
@@ -38,8 +40,10 @@ def student_of(teacher: Any, *, freeze_head: bool = True, **overrides: Any) -> O
     mlp_ratio, num_registers, num_steps. Width, heads, depth, image and patch size are the teacher's; extra tokens of
     the teacher (registers, distillation token) become registers unless num_registers says otherwise.
 
-    Patch kernel and bias, CLS, positions, final norm and head are copied, never aliased; the field is fresh. The head
-    and its norm are frozen unless `freeze_head=False`. A teacher without a head that reads CLS gives a fresh head.
+    Patch kernel and bias, CLS, positions, final norm and head are copied, never aliased; the field is fresh. With
+    another image_size, patch_size or tokenizer the student has patches of its own, fresh too: smaller images and finer
+    patches are cheaper to see. The head and its norm are frozen unless `freeze_head=False`. A teacher without a head
+    that reads CLS gives a fresh head.
     """
     if not isinstance(teacher, Teacher):
         teacher = load_teacher(teacher)
@@ -87,14 +91,17 @@ def student_of(teacher: Any, *, freeze_head: bool = True, **overrides: Any) -> O
 def copy_parts(teacher: Teacher, student: OdeViTForImageClassification) -> list[str]:
     """Copy the teacher's parts into the student; the names of what was copied. A wrong shape is an error.
 
-    Registers are copied when the student has as many as the teacher has extra tokens.
+    Registers are copied when the student has as many as the teacher has extra tokens, patches when they are the same.
     """
     parts = teacher.parts()
-    sources: dict[str, Tensor | None] = {
+    patches = {
         "odevit.tokenizer.projection.weight": parts.patch_weight,
         "odevit.tokenizer.projection.bias": parts.patch_bias,
-        "odevit.cls_token": parts.cls_token,
         "odevit.positions": parts.positions,
+    }
+    sources: dict[str, Tensor | None] = {
+        **(patches if same_patches(teacher, student) else {}),
+        "odevit.cls_token": parts.cls_token,
         "odevit.embedding_norm.weight": parts.embedding_norm_weight,
         "odevit.embedding_norm.bias": parts.embedding_norm_bias,
         "norm.weight": parts.norm_weight,
@@ -120,23 +127,10 @@ def copy_parts(teacher: Teacher, student: OdeViTForImageClassification) -> list[
     return copied
 
 
-@torch.no_grad()
-def take_head_(student: OdeViTForImageClassification, teacher: Teacher) -> None:
-    """Let a student with tokens of its own answer through its teacher's norm and head, frozen."""
-    parts = teacher.parts()
-    if parts.head_weight is None or parts.norm_weight is None or parts.projection_weight is not None:
-        raise ValueError(f"a teacher of family {teacher.family} has no norm and linear head that read CLS to be copied")
-    config = student.config
-    wanted = {"hidden_size": teacher.width, "final_norm": "layer", "layer_norm_eps": parts.norm_eps, "pool": "cls"}
-    if wrong := {name: value for name, value in wanted.items() if getattr(config, name) != value}:
-        settings = ", ".join(f"{name}: {value}" for name, value in wrong.items())
-        raise ValueError(f"the teacher's head fits a student that is like it in what it reads; set model {settings}")
-    for module, weight, bias in (
-        (student.norm, parts.norm_weight, parts.norm_bias),
-        (student.classifier, parts.head_weight, parts.head_bias),
-    ):
-        module.load_state_dict({"weight": weight, "bias": bias})
-        module.requires_grad_(False)
+def same_patches(teacher: Teacher, student: OdeViTForImageClassification) -> bool:
+    """Whether the student's patches are its teacher's, or its own."""
+    theirs = {"image_size": teacher.image_size, "patch_size": teacher.patch_size, "tokenizer": "patch"}
+    return all(getattr(student.config, name) == theirs[name] for name in TOKENS)
 
 
 def parameter_report(student: OdeViTForImageClassification, teacher: nn.Module) -> ParameterReport:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from odevit.checksum import checksum
+from odevit.data import prepare
 from odevit.teachers.families import TEACHERS, Anatomy, Family
 from odevit.teachers.preprocessing import Preprocessing, carried_preprocessing
 from odevit.teachers.reading import read_model, read_tokenizer
@@ -208,11 +209,15 @@ class Teacher(nn.Module):
         return checksum(self.module)
 
     def renormalise(self, images: Tensor, config: Any) -> Tensor:
-        """Images (b, c, S, S) normalised as `config` (of a student) says → normalised as this teacher wants them.
+        """Images (b, c, S, S) prepared as `config` (of a student) says → of the size and normalisation of this teacher.
 
-        The same tensor where both agree, or where the teacher does not say what it wants.
+        The same tensor where both agree. A teacher that does not say how its images are normalised takes the student's.
         """
         theirs = (tuple(config.image_mean or ()), tuple(config.image_std or ()))
+        if images.shape[-1] != self.image_size and all(theirs):
+            old_mean, old_std = (images.new_tensor(x)[:, None, None] for x in theirs)
+            pixels = (images * old_std + old_mean).clamp(0, 1)
+            return prepare(pixels, self.image_size, self.mean or theirs[0], self.std or theirs[1])
         if self.mean is None or self.std is None or not all(theirs) or theirs == (self.mean, self.std):
             return images
         old_mean, old_std, mean, std = (images.new_tensor(x)[:, None, None] for x in (*theirs, self.mean, self.std))
