@@ -5,9 +5,10 @@
 
 Arms beside the model as it is (experiments/flow.py, "sequence pooling"): γ and β of the field's norms as piecewise
 linear functions of time (`norms`), output gains too (`gains`), low-rank corrections of every matrix whose weights
-depend on time (`low rank`), steps of random length (`jittered steps`), and a Kullback-Leibler term that draws half as
-many steps to the answer of all of them (`consistency`). Each is a patch of the field, the grid or the objective that
-lives here only: an option enters the library when it pays (docs/RESULTS.md).
+depend on time (`low rank`), steps of random length (`jittered steps`), a Kullback-Leibler term that draws half as many
+steps to the answer of all of them (`consistency`), and a stem whose convolutions start with norm one as all other
+matrices do (`spectral stem`) instead of with the variance that ReLU wants. Each is a patch of the field, the grid, the
+objective or the initialisation that lives here only: an option enters the library when it pays (docs/RESULTS.md).
 """
 
 import json
@@ -25,6 +26,8 @@ from odevit.model import field as field_module
 from odevit.model import model as model_module
 from odevit.model import solvers
 from odevit.model.field import VectorField
+from odevit.model.layers import StemConvolution
+from odevit.model.spectral import spectral_init_
 from odevit.training.objectives import Classification, Terms
 
 KNOTS, RANK = 4, 4
@@ -128,8 +131,17 @@ def consistent(call: Callable[..., Terms]) -> Callable[..., Terms]:
     return run
 
 
+def spectral_stem(initialise: Callable[..., None]) -> Callable[..., None]:
+    def run(self: Any, module: nn.Module) -> None:
+        initialise(self, module)
+        if isinstance(module, StemConvolution):
+            spectral_init_(module.weight)
+
+    return run
+
+
 FIELDS = {"norms": ModulatedField, "gains": FieldWithGains, "low rank": LowRankField}
-ARMS = ("as it is", *FIELDS, "jittered steps", "consistency")
+ARMS = ("as it is", *FIELDS, "jittered steps", "consistency", "spectral stem")
 STAGES = {"euler": (0.0,), "midpoint": (0.0, 0.5), "rk4": (0.0, 0.5, 0.5, 1.0)}
 
 
@@ -141,6 +153,7 @@ def patch(arm: str) -> Callable[[], None]:
         model_module.OdeViTModel.evolve,
         solvers.Grid.steps,
         Classification.__call__,
+        model_module.OdeViTPreTrainedModel._init_weights,
     )
     if arm in FIELDS:
         field_module.VectorField = FIELDS[arm]  # type: ignore[misc]
@@ -156,6 +169,8 @@ def patch(arm: str) -> Callable[[], None]:
         solvers.Grid.steps = jittered(kept[3])  # type: ignore[method-assign]
     elif arm == "consistency":
         Classification.__call__ = consistent(kept[4])  # type: ignore[method-assign]
+    elif arm == "spectral stem":
+        model_module.OdeViTPreTrainedModel._init_weights = spectral_stem(kept[5])  # type: ignore[method-assign]
 
     def restore() -> None:
         field_module.VectorField = kept[0]  # type: ignore[misc]
@@ -163,6 +178,7 @@ def patch(arm: str) -> Callable[[], None]:
         model_module.OdeViTModel.evolve = kept[2]  # type: ignore[method-assign]
         solvers.Grid.steps = kept[3]  # type: ignore[method-assign]
         Classification.__call__ = kept[4]  # type: ignore[method-assign]
+        model_module.OdeViTPreTrainedModel._init_weights = kept[5]  # type: ignore[method-assign]
 
     return restore
 

@@ -102,6 +102,23 @@ def test_a_field_in_time_keeps_the_orders_of_the_solvers(name: str) -> None:
         restore()
 
 
+def test_a_spectral_stem_starts_with_norm_one_and_no_other_does() -> None:
+    def norms() -> list[float]:
+        config = OdeViTConfig(image_size=8, patch_size=4, hidden_size=16, num_attention_heads=2, tokenizer="pooling")
+        layers = OdeViTForImageClassification(config).odevit.tokenizer.layers
+        return [
+            float(torch.linalg.matrix_norm(layer.weight.flatten(1), 2)) for layer in layers if hasattr(layer, "weight")
+        ]
+
+    usual, restore = norms(), tried_script.patch("spectral stem")
+    try:
+        assert norms() == pytest.approx([1, 1], rel=0.05)
+    finally:
+        restore()
+    assert min(usual) > 1.2
+    assert min(norms()) > 1.2
+
+
 def test_what_is_tried_is_taken_out_again(tmp_path: Path) -> None:
     arguments = ["tried", "--steps", "1", "--only", "jittered steps", "consistency", "--output", str(tmp_path)]
     for assignment in (*SMALL, "optim.batch_size=16", "data.limit=60"):

@@ -11,6 +11,7 @@ from odevit.dynamics.certificate import certify, tokenizer_bound
 from odevit.dynamics.tangents import JetField, push
 from odevit.model.field import VectorField
 from odevit.model.layers import DepthwiseMixing, PoolingTokenizer
+from odevit.model.model import OdeViTModel
 
 
 def tiny(**changes):
@@ -135,6 +136,20 @@ def test_read_outs_ignore_registers(pool):
         expected = torch.einsum("bn,bnd->bd", weights, tokens)
     assert torch.allclose(model.read_out(state), expected, atol=1e-6)
     assert torch.equal(model.classify(state), model.classifier(model.read_out(state)))
+
+
+def test_a_pooling_stem_and_a_learned_weighting_start_in_their_own_way():
+    """Not with norm one as other matrices do. transformers passes over modules without parameters of their own."""
+    torch.manual_seed(0)
+    config = {"image_size": 8, "patch_size": 4, "hidden_size": 64, "num_attention_heads": 2}
+    for model_class in (OdeViTModel, OdeViTForImageClassification):
+        model = model_class(OdeViTConfig(**config, tokenizer="pooling", pool="sequence"))
+        for layer in getattr(model, "odevit", model).tokenizer.layers[::3]:
+            fan_in = layer.weight[0].numel()
+            assert float(layer.weight.detach().var()) == pytest.approx(2 / fan_in, rel=0.15)
+    assert 0.01 < float(model.pool.score.weight.detach().std()) < 0.03
+    query = model.odevit.fields[0].attention.query.weight.detach()
+    assert float(torch.linalg.matrix_norm(query, 2)) == pytest.approx(1, rel=1e-3)
 
 
 def test_a_head_that_reads_every_token_takes_one_size_only(tmp_path):

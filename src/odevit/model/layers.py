@@ -220,6 +220,17 @@ class ConvTokenizer(nn.Module):
         return self.layers(images).flatten(2).mT  # (b, d, H/p, W/p) -> (b, n, d)
 
 
+class StemConvolution(nn.Conv2d):
+    """A 3×3 convolution before a ReLU: starts with the variance that ReLU wants (He et al. 2015), not with norm one."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__(channels, width, 3, padding=1, bias=False)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        nn.init.kaiming_normal_(self.weight)
+
+
 class PoolingTokenizer(nn.Module):
     """log2(patch_size) stages of a 3×3 convolution of stride 1, 3×3 max-pooling of stride 2 and ReLU, without biases.
 
@@ -231,7 +242,7 @@ class PoolingTokenizer(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for before, after in pairwise(_stage_widths(channels, width, patch_size)):
-            layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.MaxPool2d(3, 2, padding=1), nn.ReLU()]
+            layers += [StemConvolution(before, after), nn.MaxPool2d(3, 2, padding=1), nn.ReLU()]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -297,12 +308,24 @@ class FlattenPool(Pool):
         return x.flatten(1)
 
 
+class TokenScore(nn.Linear):
+    """A number for each token, nearly the same for all at the start."""
+
+    def __init__(self, width: int):
+        super().__init__(width, 1)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        nn.init.trunc_normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+
 class SequencePool(Pool):
     """Σ_i p_i x_i with p the softmax over tokens of a learned score (arXiv 2104.05704)."""
 
     def __init__(self, width: int, tokens: int):
         super().__init__(width, tokens)
-        self.score = nn.Linear(width, 1)
+        self.score = TokenScore(width)
 
     def forward(self, x: Tensor) -> Tensor:
         return (torch.softmax(self.score(x), dim=1) * x).sum(dim=1)

@@ -27,8 +27,8 @@ from odevit.model.layers import (
     CenterNorm,
     DepthwiseMixing,
     Pool,
-    PoolingTokenizer,
-    SequencePool,
+    StemConvolution,
+    TokenScore,
     interpolate_positions,
 )
 from odevit.model.saved import follow_umask, read_model
@@ -71,21 +71,16 @@ class OdeViTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, parametrize.ParametrizationList):
+        # transformers asks only modules with parameters of their own
+        if isinstance(module, DepthwiseMixing | ContractiveField | StemConvolution | TokenScore):
+            module.reset()
+        elif isinstance(module, parametrize.ParametrizationList):
             spectral_init_(module.original)
         elif isinstance(module, nn.Linear | nn.Conv2d):
             if not parametrize.is_parametrized(module):
                 spectral_init_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, PoolingTokenizer):  # after its convolutions: ReLU wants variance, not norm one
-            for layer in module.layers:
-                if isinstance(layer, nn.Conv2d):
-                    nn.init.kaiming_normal_(layer.weight)
-        elif isinstance(module, SequencePool):
-            nn.init.trunc_normal_(module.score.weight, std=0.02)  # nearly a mean at the start
-        elif isinstance(module, DepthwiseMixing | ContractiveField):
-            module.reset()
         elif isinstance(module, CenterNorm | nn.LayerNorm | nn.BatchNorm2d):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
