@@ -226,8 +226,7 @@ class StemConvolution(nn.Conv2d):
     def __init__(self, channels: int, width: int):
         super().__init__(channels, width, 3, padding=1, bias=False)
 
-    @torch.no_grad()
-    def reset(self) -> None:
+    def reset_parameters(self) -> None:
         nn.init.kaiming_normal_(self.weight)
 
 
@@ -314,8 +313,7 @@ class TokenScore(nn.Linear):
     def __init__(self, width: int):
         super().__init__(width, 1)
 
-    @torch.no_grad()
-    def reset(self) -> None:
+    def reset_parameters(self) -> None:
         nn.init.trunc_normal_(self.weight, std=0.02)
         nn.init.zeros_(self.bias)
 

@@ -72,8 +72,10 @@ class OdeViTPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # transformers asks only modules with parameters of their own
-        if isinstance(module, DepthwiseMixing | ContractiveField | StemConvolution | TokenScore):
+        if isinstance(module, DepthwiseMixing | ContractiveField):
             module.reset()
+        elif isinstance(module, StemConvolution | TokenScore):
+            module.reset_parameters()
         elif isinstance(module, parametrize.ParametrizationList):
             spectral_init_(module.original)
         elif isinstance(module, nn.Linear | nn.Conv2d):
