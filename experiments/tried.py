@@ -6,9 +6,10 @@
 Arms beside the model as it is (experiments/flow.py, "sequence pooling"): γ and β of the field's norms as piecewise
 linear functions of time (`norms`), output gains too (`gains`), low-rank corrections of every matrix whose weights
 depend on time (`low rank`), steps of random length (`jittered steps`), a Kullback-Leibler term that draws half as many
-steps to the answer of all of them (`consistency`), and a stem whose convolutions start with norm one as all other
-matrices do (`spectral stem`) instead of with the variance that ReLU wants. Each is a patch of the field, the grid, the
-objective or the initialisation that lives here only: an option enters the library when it pays (docs/RESULTS.md).
+steps to the answer of all of them (`consistency`), a stem whose convolutions start with norm one as all other matrices
+do (`spectral stem`) instead of with the variance that ReLU wants, and one that Muon moves (`Muon for the stem`) instead
+of AdamW. Each is a patch of the field, the grid, the objective, the initialisation or the optimiser that lives here
+only: an option enters the library when it pays (docs/RESULTS.md).
 """
 
 import json
@@ -28,7 +29,9 @@ from odevit.model import solvers
 from odevit.model.field import VectorField
 from odevit.model.layers import StemConvolution
 from odevit.model.spectral import spectral_init_
+from odevit.training import loop
 from odevit.training.objectives import Classification, Terms
+from odevit.training.optim import Muon
 
 KNOTS, RANK = 4, 4
 now = [0.0]  # the time in [0, 1] at which a field is evaluated; the solvers below keep it
@@ -140,8 +143,27 @@ def spectral_stem(initialise: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def with_stem(build: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def run(model: nn.Module, *args: Any) -> list[Any]:
+        muon, adamw = build(model, *args)
+        stem = [module.weight for module in model.modules() if isinstance(module, StemConvolution)]
+        muon.param_groups[0]["params"] += stem
+        for group in adamw.param_groups:
+            group["params"] = [p for p in group["params"] if not any(p is weight for weight in stem)]
+        return [muon, adamw]
+
+    return run
+
+
+def as_matrices(update: Callable[..., None]) -> Callable[..., None]:
+    def run(self: Muon, parameter: Tensor, gradient: Tensor, *args: Any) -> None:
+        update(self, parameter.flatten(1), gradient.flatten(1), *args)  # a view: the parameter moves
+
+    return run
+
+
 FIELDS = {"norms": ModulatedField, "gains": FieldWithGains, "low rank": LowRankField}
-ARMS = ("as it is", *FIELDS, "jittered steps", "consistency", "spectral stem")
+ARMS = ("as it is", *FIELDS, "jittered steps", "consistency", "spectral stem", "Muon for the stem")
 STAGES = {"euler": (0.0,), "midpoint": (0.0, 0.5), "rk4": (0.0, 0.5, 0.5, 1.0)}
 
 
@@ -154,6 +176,8 @@ def patch(arm: str) -> Callable[[], None]:
         solvers.Grid.steps,
         Classification.__call__,
         model_module.OdeViTPreTrainedModel._init_weights,
+        loop.build_optimizers,
+        Muon._update,
     )
     if arm in FIELDS:
         field_module.VectorField = FIELDS[arm]  # type: ignore[misc]
@@ -171,6 +195,9 @@ def patch(arm: str) -> Callable[[], None]:
         Classification.__call__ = consistent(kept[4])  # type: ignore[method-assign]
     elif arm == "spectral stem":
         model_module.OdeViTPreTrainedModel._init_weights = spectral_stem(kept[5])  # type: ignore[method-assign]
+    elif arm == "Muon for the stem":
+        loop.build_optimizers = with_stem(kept[6])
+        Muon._update = as_matrices(kept[7])  # type: ignore[method-assign]
 
     def restore() -> None:
         field_module.VectorField = kept[0]  # type: ignore[misc]
@@ -179,6 +206,8 @@ def patch(arm: str) -> Callable[[], None]:
         solvers.Grid.steps = kept[3]  # type: ignore[method-assign]
         Classification.__call__ = kept[4]  # type: ignore[method-assign]
         model_module.OdeViTPreTrainedModel._init_weights = kept[5]  # type: ignore[method-assign]
+        loop.build_optimizers = kept[6]
+        Muon._update = kept[7]  # type: ignore[method-assign]
 
     return restore
 

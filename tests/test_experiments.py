@@ -21,7 +21,9 @@ from studies import rank_interval
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.model.solvers import Grid
 from odevit.recipe import Recipe
+from odevit.training.config import OptimConfig
 from odevit.training.objectives import Classification
+from odevit.training.optim import Muon
 
 SMALL = ["data.name=digits", "data.image_size=8", "model.image_size=8", "model.patch_size=2", "model.num_channels=1"]
 
@@ -120,12 +122,30 @@ def test_a_spectral_stem_starts_with_norm_one_and_no_other_does() -> None:
 
 
 def test_what_is_tried_is_taken_out_again(tmp_path: Path) -> None:
-    arguments = ["tried", "--steps", "1", "--only", "jittered steps", "consistency", "--output", str(tmp_path)]
+    arguments = ["tried", "--steps", "1", "--only", *tried_script.ARMS[-4:], "--output", str(tmp_path)]
     for assignment in (*SMALL, "optim.batch_size=16", "data.limit=60"):
         arguments += ["--set", assignment]
-    before = Classification.__call__, Grid.steps
-    assert len(tried_script.main(arguments)) == 2
-    assert (Classification.__call__, Grid.steps) == before
+    before = Classification.__call__, Grid.steps, Muon._update
+    assert len(tried_script.main(arguments)) == 4
+    assert (Classification.__call__, Grid.steps, Muon._update) == before
+
+
+def test_muon_moves_the_stem_and_nothing_is_moved_twice() -> None:
+    config = OdeViTConfig.from_preset("cifar-nano")
+    model, restore = OdeViTForImageClassification(config), tried_script.patch("Muon for the stem")
+    try:
+        muon, adamw = tried_script.loop.build_optimizers(model, OptimConfig(name="muon", steps=1))
+        stem = [layer.weight for layer in model.odevit.tokenizer.layers[::3]]
+        moved = [id(p) for optimizer in (muon, adamw) for group in optimizer.param_groups for p in group["params"]]
+        assert sorted(moved) == sorted(id(p) for p in model.parameters() if p.numel())
+        model(torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1])).loss.backward()
+        before = [weight.detach().clone() for weight in stem]
+        muon.step()
+        for weight, old in zip(stem, before, strict=True):
+            values = torch.linalg.svdvals((weight.detach() - old).flatten(1))
+            assert values.max() < 2.5 * values.median()  # an orthogonal step, not a gradient
+    finally:
+        restore()
 
 
 def test_rank_correlation() -> None:
