@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from odevit.model.layers import Attention, Mlp, PoolingTokenizer, SequencePool
+from odevit.model.layers import Attention, Mlp, PoolingTokenizer
+from odevit.model.pools import SequencePool
 
 
 class CctConfig(PreTrainedConfig):
@@ -49,7 +50,7 @@ class CctForImageClassification(PreTrainedModel):
         self.blocks = nn.ModuleList(
             Block(width, config.heads, int(width * config.mlp_ratio)) for _ in range(config.depth)
         )
-        self.norm, self.pool = nn.LayerNorm(width), SequencePool(width)
+        self.norm, self.pool = nn.LayerNorm(width), SequencePool(width, 64)
         self.classifier = nn.Linear(width, config.num_labels)  # type: ignore[arg-type]
         self.post_init()
 

@@ -13,17 +13,12 @@ import pytest
 import small_teachers
 import stability as stability_script
 import torch
-import tried as tried_script
 import which_vits
 from problems import tiny_model
 from studies import rank_interval
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
-from odevit.model.solvers import Grid
 from odevit.recipe import Recipe
-from odevit.training.config import OptimConfig
-from odevit.training.objectives import Classification
-from odevit.training.optim import Muon
 
 SMALL = ["data.name=digits", "data.image_size=8", "model.image_size=8", "model.patch_size=2", "model.num_channels=1"]
 
@@ -79,73 +74,6 @@ def test_an_arm_is_trained_and_measured_once(tmp_path: Path, capsys: Any) -> Non
     assert set(flow_script.SETTINGS) < set(rows["batch 64 (seed 0)"])
     assert "| batch 64 (seed 0) |" in capsys.readouterr().out
     assert flow_script.main(arguments) == rows  # only read
-
-
-@pytest.mark.parametrize("name", tried_script.FIELDS)
-def test_a_field_in_time_keeps_the_orders_of_the_solvers(name: str) -> None:
-    """With weights away from their start: the field does depend on time, and midpoint is of second order in it."""
-    torch.manual_seed(0)
-    restore = tried_script.patch(name)
-    try:
-        config = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_attention_heads": 2}
-        model = OdeViTForImageClassification(OdeViTConfig(**config, depth=1, num_labels=3)).double()
-        for parameter in model.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
-        x = torch.randn(1, 5, 8, dtype=torch.float64)
-        ends = {k: model.odevit.evolve(x, k, "midpoint").xs[-1] for k in (8, 16, 400)}
-        coarse, fine = (torch.linalg.vector_norm(ends[k] - ends[400]) for k in (8, 16))
-        assert 3.3 < coarse / fine < 4.7
-        field = model.odevit.fields[0]
-        tried_script.now[0] = 0.0
-        early = field(x)
-        tried_script.now[0] = 1.0
-        assert not torch.allclose(field(x), early, atol=1e-3)
-    finally:
-        restore()
-
-
-def test_a_spectral_stem_starts_with_norm_one_and_no_other_does() -> None:
-    def norms() -> list[float]:
-        config = OdeViTConfig(image_size=8, patch_size=4, hidden_size=16, num_attention_heads=2, tokenizer="pooling")
-        layers = OdeViTForImageClassification(config).odevit.tokenizer.layers
-        return [
-            float(torch.linalg.matrix_norm(layer.weight.flatten(1), 2)) for layer in layers if hasattr(layer, "weight")
-        ]
-
-    usual, restore = norms(), tried_script.patch("spectral stem")
-    try:
-        assert norms() == pytest.approx([1, 1], rel=0.05)
-    finally:
-        restore()
-    assert min(usual) > 1.2
-    assert min(norms()) > 1.2
-
-
-def test_what_is_tried_is_taken_out_again(tmp_path: Path) -> None:
-    arguments = ["tried", "--steps", "1", "--only", *tried_script.ARMS[-4:], "--output", str(tmp_path)]
-    for assignment in (*SMALL, "optim.batch_size=16", "data.limit=60"):
-        arguments += ["--set", assignment]
-    before = Classification.__call__, Grid.steps, Muon._update
-    assert len(tried_script.main(arguments)) == 4
-    assert (Classification.__call__, Grid.steps, Muon._update) == before
-
-
-def test_muon_moves_the_stem_and_nothing_is_moved_twice() -> None:
-    config = OdeViTConfig.from_preset("cifar-nano")
-    model, restore = OdeViTForImageClassification(config), tried_script.patch("Muon for the stem")
-    try:
-        muon, adamw = tried_script.loop.build_optimizers(model, OptimConfig(name="muon", steps=1))
-        stem = [layer.weight for layer in model.odevit.tokenizer.layers[::3]]
-        moved = [id(p) for optimizer in (muon, adamw) for group in optimizer.param_groups for p in group["params"]]
-        assert sorted(moved) == sorted(id(p) for p in model.parameters() if p.numel())
-        model(torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1])).loss.backward()
-        before = [weight.detach().clone() for weight in stem]
-        muon.step()
-        for weight, old in zip(stem, before, strict=True):
-            values = torch.linalg.svdvals((weight.detach() - old).flatten(1))
-            assert values.max() < 2.5 * values.median()  # an orthogonal step, not a gradient
-    finally:
-        restore()
 
 
 def test_rank_correlation() -> None:

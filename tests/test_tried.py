@@ -1,45 +1,81 @@
-"""What was tried and not merged: the scripts that say so do what they say."""
+"""What experiments/tried.py puts into the library's place does what it says, and is taken out again."""
+
+from pathlib import Path
 
 import pytest
-import skew
-import step_grid
 import torch
-from problems import tiny_images, tiny_model
+import tried as tried_script
+from test_experiments import SMALL
 
-from odevit.model import model as model_module
-from odevit.model.solvers import SOLVERS
-
-
-def test_steps_of_unequal_length():
-    """They sum to the horizon; without growth they are the library's own steps."""
-    assert step_grid.lengths(3, 7.0, 2.0) == pytest.approx([1, 2, 4])
-    model, images = tiny_model(num_steps=3), tiny_images(12)
-    with torch.no_grad():
-        labels = model(images).logits.argmax(dim=1)
-    assert step_grid.accuracy(model, images, labels, 3, 1.0) == 1
-    assert step_grid.accuracy(model, images, (labels + 1) % model.config.num_labels, 3, 1.0) == 0
+from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit.model.solvers import Grid
+from odevit.training.config import OptimConfig
+from odevit.training.objectives import Classification
+from odevit.training.optim import Muon
 
 
-def test_the_skew_part_changes_no_distance():
-    field = skew.TurningField(16, 2, hidden=24, scale=3.0)
-    with torch.no_grad():
-        field.skew.normal_()
-    field.requires_grad_(False)
-    x, y = torch.randn(2, 4, 5, 16)
-    before, after = (x - y).norm(), (field.turn(x, 0.7) - field.turn(y, 0.7)).norm()
-    assert float(after) == pytest.approx(float(before), rel=1e-5)
-    assert not torch.allclose(field.turn(x, 0.7), x, atol=0.1)
-    slope = (field.turn(x, 1e-3) - field.turn(x, -1e-3)) / 2e-3
-    torch.testing.assert_close(slope, 3 * x @ (field.skew - field.skew.mT).mT, rtol=1e-2, atol=1e-2)
+@pytest.mark.parametrize("name", tried_script.FIELDS)
+def test_a_field_in_time_keeps_the_orders_of_the_solvers(name: str) -> None:
+    """With weights away from their start: the field does depend on time, and midpoint is of second order in it."""
+    torch.manual_seed(0)
+    restore = tried_script.patch(name)
+    try:
+        config = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_attention_heads": 2}
+        model = OdeViTForImageClassification(OdeViTConfig(**config, depth=1, num_labels=3)).double()
+        for parameter in model.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        x = torch.randn(1, 5, 8, dtype=torch.float64)
+        ends = {k: model.odevit.evolve(x, k, "midpoint").xs[-1] for k in (8, 16, 400)}
+        coarse, fine = (torch.linalg.vector_norm(ends[k] - ends[400]) for k in (8, 16))
+        assert 3.3 < coarse / fine < 4.7
+        field = model.odevit.fields[0]
+        tried_script.now[0] = 0.0
+        early = field(x)
+        tried_script.now[0] = 1.0
+        assert not torch.allclose(field(x), early, atol=1e-3)
+    finally:
+        restore()
 
 
-@pytest.mark.slow
-def test_skew_runs_and_leaves_the_library_as_it_was(tmp_path, capsys):
-    usual, solver = model_module.FIELDS["contractive"], SOLVERS["lie_trotter"]
-    rows = skew.main(["--seeds", "0", "--output", str(tmp_path), "--set", "optim.steps=2", "loop.eval_every=2"])
-    assert model_module.FIELDS["contractive"] is usual
-    assert SOLVERS["lie_trotter"] is solver
-    assert rows.keys() == {"without skew part", "with"}
-    printed = capsys.readouterr().out
-    assert "| with | " in printed
-    assert rows == skew.main(["--seeds", "0", "--output", str(tmp_path)])  # finished runs are only read
+def test_a_spectral_stem_starts_with_norm_one_and_no_other_does() -> None:
+    def norms() -> list[float]:
+        config = OdeViTConfig(image_size=8, patch_size=4, hidden_size=16, num_attention_heads=2, tokenizer="pooling")
+        layers = OdeViTForImageClassification(config).odevit.tokenizer.layers
+        return [
+            float(torch.linalg.matrix_norm(layer.weight.flatten(1), 2)) for layer in layers if hasattr(layer, "weight")
+        ]
+
+    usual, restore = norms(), tried_script.patch("spectral stem")
+    try:
+        assert norms() == pytest.approx([1, 1], rel=0.05)
+    finally:
+        restore()
+    assert min(usual) > 1.2
+    assert min(norms()) > 1.2
+
+
+def test_what_is_tried_is_taken_out_again(tmp_path: Path) -> None:
+    arguments = ["tried", "--steps", "1", "--only", *tried_script.ARMS[-4:], "--output", str(tmp_path)]
+    for assignment in (*SMALL, "optim.batch_size=16", "data.limit=60"):
+        arguments += ["--set", assignment]
+    before = Classification.__call__, Grid.steps, Muon._update
+    assert len(tried_script.main(arguments)) == 4
+    assert (Classification.__call__, Grid.steps, Muon._update) == before
+
+
+def test_muon_moves_the_stem_and_nothing_is_moved_twice() -> None:
+    config = OdeViTConfig.from_preset("cifar-nano")
+    model, restore = OdeViTForImageClassification(config), tried_script.patch("Muon for the stem")
+    try:
+        muon, adamw = tried_script.loop.build_optimizers(model, OptimConfig(name="muon", steps=1))
+        stem = [layer.weight for layer in model.odevit.tokenizer.layers[::3]]
+        moved = [id(p) for optimizer in (muon, adamw) for group in optimizer.param_groups for p in group["params"]]
+        assert sorted(moved) == sorted(id(p) for p in model.parameters() if p.numel())
+        model(torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1])).loss.backward()
+        before = [weight.detach().clone() for weight in stem]
+        muon.step()
+        for weight, old in zip(stem, before, strict=True):
+            values = torch.linalg.svdvals((weight.detach() - old).flatten(1))
+            assert values.max() < 2.5 * values.median()  # an orthogonal step, not a gradient
+    finally:
+        restore()

@@ -16,8 +16,9 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from odevit.model.config import PRESETS, OdeViTConfig, own_fields
-from odevit.model.layers import NORMS, POOLS, Pool
+from odevit.model.layers import NORMS
 from odevit.model.model import OdeViTForImageClassification, OdeViTModel
+from odevit.model.pools import POOLS, Pool
 from odevit.model.solvers import Grid
 from odevit.shipped import names, zoo
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import odevit_cli
 from odevit.export import files
-from odevit.model.layers import ATTENTIONS, MIXINGS, NORMS, POOLS, TOKENIZERS
+from odevit.model.layers import ATTENTIONS, MIXINGS, NORMS, TOKENIZERS
+from odevit.model.pools import POOLS
 from odevit.model.solvers import SOLVERS
 
 REGISTRIES = {

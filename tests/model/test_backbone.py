@@ -11,7 +11,8 @@ from transformers import AutoBackbone, AutoConfig
 from transformers.models.auto import auto_factory
 
 from odevit import OdeViTBackbone, OdeViTConfig
-from odevit.model.layers import MIXINGS, POOLS, TOKENIZERS
+from odevit.model.layers import MIXINGS, TOKENIZERS
+from odevit.model.pools import POOLS
 
 
 @pytest.fixture

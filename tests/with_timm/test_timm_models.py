@@ -13,7 +13,8 @@ pytest.importorskip("torchvision.models", reason="torchvision is needed by timm"
 import odevit.shipped  # noqa: E402
 import odevit.timm  # noqa: E402
 from odevit import OdeViTForImageClassification  # noqa: E402
-from odevit.model.layers import ATTENTIONS, MIXINGS, POOLS, TOKENIZERS  # noqa: E402
+from odevit.model.layers import ATTENTIONS, MIXINGS, TOKENIZERS  # noqa: E402
+from odevit.model.pools import POOLS  # noqa: E402
 from odevit.timm import register, to_timm  # noqa: E402
 
 NAMES = timm.list_models("odevit_*")  # every preset and every model of the zoo

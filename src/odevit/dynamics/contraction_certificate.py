@@ -18,7 +18,8 @@ from odevit.dynamics.arrival import contraction_radius
 from odevit.dynamics.bounds import stiffness
 from odevit.dynamics.certificate import Certificate, tokenizer_bound
 from odevit.model.contractive import step_growth
-from odevit.model.layers import ClsPool, FlattenPool, MeanPool, PatchTokenizer, RootMeanPool
+from odevit.model.layers import PatchTokenizer
+from odevit.model.pools import ClsPool, FlattenPool, MeanPool, RootMeanPool
 from odevit.model.solvers import Grid
 from odevit.model.spectral import gram_norm
 

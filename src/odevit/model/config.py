@@ -11,7 +11,8 @@ from transformers.backbone_utils import BackboneConfigMixin
 
 from odevit.model.contractive import check_steps, fewest_steps
 from odevit.model.field import FIELDS
-from odevit.model.layers import ATTENTIONS, MIXINGS, NORMS, POOLS, TOKENIZERS
+from odevit.model.layers import ATTENTIONS, MIXINGS, NORMS, TOKENIZERS
+from odevit.model.pools import POOLS
 from odevit.model.solvers import Grid, check_solver
 
 FORMAT_VERSION = 2  # raised when an older odevit could no longer read a newer config

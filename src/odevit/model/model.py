@@ -22,15 +22,13 @@ from odevit.model.halting import Rule, halt, saved_rule
 from odevit.model.image_processor import OdeViTImageProcessor, square_processor
 from odevit.model.layers import (
     NORMS,
-    POOLS,
     TOKENIZERS,
     CenterNorm,
     DepthwiseMixing,
-    Pool,
     StemConvolution,
-    TokenScore,
     interpolate_positions,
 )
+from odevit.model.pools import POOLS, Pool, TokenScore
 from odevit.model.saved import follow_umask, read_model
 from odevit.model.solvers import Evaluations, Grid, Solution, check_logits, solve
 from odevit.model.spectral import cap_spectral_norms_, spectral_init_
