@@ -62,6 +62,20 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "12 steps": before("model.num_steps=12"),
         "paper's losses and times": before(*PAPERS_LOSSES, "distill.placement=distance"),
     },
+    "answers": {  # what each option of the CIFAR-size student is worth; two views are enough for a few minutes
+        name: Arm("cifar10/answers", ("distill.cache_views=2", *overrides))
+        for name, overrides in {
+            "as it is": (),
+            "strided stem": ("model.tokenizer=conv",),
+            "without mixing": ("model.mixing=none",),
+            "CLS as read-out": ("model.pool=cls",),
+            "CenterNorm": ("model.norm=center",),
+            "K = 4 always": ("loop.step_schedule=[]",),
+            "K from 2…6": ("loop.step_schedule=[[0, [2, 3, 4, 5, 6]]]",),
+            "temperature 1": ("distill.kl_temperature=1",),
+            "temperature 4": ("distill.kl_temperature=4",),
+        }.items()
+    },
     "flow": {"ours, a flow": Arm(OURS), "ours, K = 6 always": before()},
     "schedules": {  # which K to draw, and what else to put on top of it
         "K = 6 always": before(LAYER),
