@@ -14,8 +14,10 @@ only: an option enters the library when it pays (docs/RESULTS.md).
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import flow
 import torch
@@ -110,6 +112,14 @@ def timed(step: solvers.Step, stages: tuple[float, ...]) -> solvers.Step:
     return run
 
 
+def from_the_start(evolve: Callable[..., solvers.Solution]) -> Callable[..., solvers.Solution]:
+    def run(self: Any, *args: Any, **options: Any) -> solvers.Solution:
+        now[0] = 0.0
+        return evolve(self, *args, **options)
+
+    return run
+
+
 def jittered(steps: Callable[[solvers.Grid], Iterator[tuple[int, float]]]) -> Callable:
     def run(grid: solvers.Grid) -> Iterator[tuple[int, float]]:
         planned = list(steps(grid))
@@ -169,47 +179,28 @@ STAGES = {"euler": (0.0,), "midpoint": (0.0, 0.5), "rk4": (0.0, 0.5, 0.5, 1.0)}
 
 def patch(arm: str) -> Callable[[], None]:
     """Put the arm in the library's place; returns what takes it out again."""
-    kept = (
-        VectorField,
-        dict(solvers.SOLVERS),
-        model_module.OdeViTModel.evolve,
-        solvers.Grid.steps,
-        Classification.__call__,
-        model_module.OdeViTPreTrainedModel._init_weights,
-        loop.build_optimizers,
-        Muon._update,
-    )
+    stack = ExitStack()
+
+    def put(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+
     if arm in FIELDS:
-        field_module.VectorField = FIELDS[arm]  # type: ignore[misc]
+        put(field_module, "VectorField", lambda usual: FIELDS[arm])
+        put(model_module.OdeViTModel, "evolve", from_the_start)
+        stack.callback(dict.update, solvers.SOLVERS, dict(solvers.SOLVERS))
         for name, stages in STAGES.items():
-            dict.__setitem__(solvers.SOLVERS, name, kept[1][name]._replace(step=timed(kept[1][name].step, stages)))
-
-        def evolve(self: Any, *args: Any, **options: Any) -> solvers.Solution:
-            now[0] = 0.0
-            return kept[2](self, *args, **options)
-
-        model_module.OdeViTModel.evolve = evolve  # type: ignore[method-assign]
+            solver = solvers.SOLVERS[name]
+            dict.__setitem__(solvers.SOLVERS, name, solver._replace(step=timed(solver.step, stages)))
     elif arm == "jittered steps":
-        solvers.Grid.steps = jittered(kept[3])  # type: ignore[method-assign]
+        put(solvers.Grid, "steps", jittered)
     elif arm == "consistency":
-        Classification.__call__ = consistent(kept[4])  # type: ignore[method-assign]
+        put(Classification, "__call__", consistent)
     elif arm == "spectral stem":
-        model_module.OdeViTPreTrainedModel._init_weights = spectral_stem(kept[5])  # type: ignore[method-assign]
+        put(model_module.OdeViTPreTrainedModel, "_init_weights", spectral_stem)
     elif arm == "Muon for the stem":
-        loop.build_optimizers = with_stem(kept[6])
-        Muon._update = as_matrices(kept[7])  # type: ignore[method-assign]
-
-    def restore() -> None:
-        field_module.VectorField = kept[0]  # type: ignore[misc]
-        dict.update(solvers.SOLVERS, kept[1])
-        model_module.OdeViTModel.evolve = kept[2]  # type: ignore[method-assign]
-        solvers.Grid.steps = kept[3]  # type: ignore[method-assign]
-        Classification.__call__ = kept[4]  # type: ignore[method-assign]
-        model_module.OdeViTPreTrainedModel._init_weights = kept[5]  # type: ignore[method-assign]
-        loop.build_optimizers = kept[6]
-        Muon._update = kept[7]  # type: ignore[method-assign]
-
-    return restore
+        put(loop, "build_optimizers", with_stem)
+        put(Muon, "_update", as_matrices)
+    return stack.close
 
 
 def run_arm(arm: str, assignments: list[str], folder: Path) -> dict[str, Any]:

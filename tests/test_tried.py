@@ -5,14 +5,18 @@ from pathlib import Path
 import pytest
 import skew
 import step_grid
+import teacher_start
 import torch
 import tried as tried_script
 from problems import tiny_images, tiny_model
 from test_experiments import SMALL
+from transformers import ViTConfig, ViTForImageClassification
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit.distill.student import student_of
 from odevit.model import model as model_module
 from odevit.model.solvers import SOLVERS, Grid
+from odevit.teachers.teacher import load_teacher
 from odevit.training.config import OptimConfig
 from odevit.training.objectives import Classification
 from odevit.training.optim import Muon
@@ -81,7 +85,9 @@ def test_a_spectral_stem_starts_with_norm_one_and_no_other_does() -> None:
         config = OdeViTConfig(image_size=8, patch_size=4, hidden_size=16, num_attention_heads=2, tokenizer="pooling")
         layers = OdeViTForImageClassification(config).odevit.tokenizer.layers
         return [
-            float(torch.linalg.matrix_norm(layer.weight.flatten(1), 2)) for layer in layers if hasattr(layer, "weight")
+            float(torch.linalg.matrix_norm(layer.weight.detach().flatten(1), 2))
+            for layer in layers
+            if hasattr(layer, "weight")
         ]
 
     usual, restore = norms(), tried_script.patch("spectral stem")
@@ -118,3 +124,23 @@ def test_muon_moves_the_stem_and_nothing_is_moved_twice() -> None:
             assert values.max() < 2.5 * values.median()  # an orthogonal step, not a gradient
     finally:
         restore()
+
+
+def test_a_start_from_what_the_layers_share() -> None:
+    """Equal layers share all, orthogonal ones 1/layers; the student's field has the mean products, its MLP linear."""
+    weights = torch.linalg.qr(torch.randn(12, 12)).Q.reshape(3, 4, 12)
+    assert teacher_start.explained(weights[:1].repeat(5, 1, 1)) == pytest.approx(1)
+    assert teacher_start.explained(torch.eye(9).reshape(3, 3, 9)) == pytest.approx(1 / 3)
+    sizes = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    teacher = load_teacher(ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes)))
+    student = teacher_start.start_from_(student_of(teacher, mlp_ratio=3, norm="layer"), teacher.module)
+    means = {name: value.mean(0) for name, value in teacher_start.products(teacher.module).items()}
+    attention, mlp = student.odevit.fields[0].attention, student.odevit.fields[0].mlp
+    written, compared = attention.out.weight @ attention.value.weight, attention.query.weight.mT @ attention.key.weight
+    torch.testing.assert_close(written, means["out·value"])
+    torch.testing.assert_close(compared, means["queryᵀ·key"])
+    x = torch.randn(2, 5, teacher.width)
+    torch.testing.assert_close(mlp(x), x @ means["W2·W1 / 2"].mT)
+    mlp(x).square().sum().backward()
+    assert mlp.w2.weight.grad is not None
+    assert (mlp.w2.weight.grad.abs().sum(0) > 0).all()  # no hidden unit is dead
