@@ -7,9 +7,9 @@ Arms beside the model as it is (experiments/flow.py, "sequence pooling"): γ and
 linear functions of time (`norms`), output gains too (`gains`), low-rank corrections of every matrix whose weights
 depend on time (`low rank`), steps of random length (`jittered steps`), a Kullback-Leibler term that draws half as many
 steps to the answer of all of them (`consistency`), a stem whose convolutions start with norm one as all other matrices
-do (`spectral stem`) instead of with the variance that ReLU wants, and one that Muon moves (`Muon for the stem`) instead
-of AdamW. Each is a patch of the field, the grid, the objective, the initialisation or the optimiser that lives here
-only: an option enters the library when it pays (docs/RESULTS.md).
+do (`spectral stem`) instead of with the variance that ReLU wants, and one that AdamW moves (`AdamW for the stem`)
+instead of Muon. Each is a patch of the field, the grid, the objective, the initialisation or the optimiser that lives
+here only: an option enters the library when it pays (docs/RESULTS.md).
 """
 
 import json
@@ -33,7 +33,6 @@ from odevit.model.layers import StemConvolution
 from odevit.model.spectral import spectral_init_
 from odevit.training import loop
 from odevit.training.objectives import Classification, Terms
-from odevit.training.optim import Muon
 
 KNOTS, RANK = 4, 4
 now = [0.0]  # the time in [0, 1] at which a field is evaluated; the solvers below keep it
@@ -153,27 +152,15 @@ def spectral_stem(initialise: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def with_stem(build: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    def run(model: nn.Module, *args: Any) -> list[Any]:
-        muon, adamw = build(model, *args)
-        stem = [module.weight for module in model.modules() if isinstance(module, StemConvolution)]
-        muon.param_groups[0]["params"] += stem
-        for group in adamw.param_groups:
-            group["params"] = [p for p in group["params"] if not any(p is weight for weight in stem)]
-        return [muon, adamw]
-
-    return run
-
-
-def as_matrices(update: Callable[..., None]) -> Callable[..., None]:
-    def run(self: Muon, parameter: Tensor, gradient: Tensor, *args: Any) -> None:
-        update(self, parameter.flatten(1), gradient.flatten(1), *args)  # a view: the parameter moves
+def adamw_stem(build: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def run(model: nn.Module, config: Any, grouping: int) -> list[Any]:
+        return build(model, config, 2)  # as parameters were grouped before
 
     return run
 
 
 FIELDS = {"norms": ModulatedField, "gains": FieldWithGains, "low rank": LowRankField}
-ARMS = ("as it is", *FIELDS, "jittered steps", "consistency", "spectral stem", "Muon for the stem")
+ARMS = ("as it is", *FIELDS, "jittered steps", "consistency", "spectral stem", "AdamW for the stem")
 STAGES = {"euler": (0.0,), "midpoint": (0.0, 0.5), "rk4": (0.0, 0.5, 0.5, 1.0)}
 
 
@@ -197,9 +184,8 @@ def patch(arm: str) -> Callable[[], None]:
         put(Classification, "__call__", consistent)
     elif arm == "spectral stem":
         put(model_module.OdeViTPreTrainedModel, "_init_weights", spectral_stem)
-    elif arm == "Muon for the stem":
-        put(loop, "build_optimizers", with_stem)
-        put(Muon, "_update", as_matrices)
+    elif arm == "AdamW for the stem":
+        put(loop, "build_optimizers", adamw_stem)
     return stack.close
 
 

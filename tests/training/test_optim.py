@@ -98,10 +98,40 @@ def test_runs_begun_with_undecayed_tokenizers_keep_their_grouping(tmp_path):
         assert store.grouping(7) == (1, 2, 2)[step]
 
 
+def test_muon_moves_a_convolution_as_the_matrix_of_its_channels():
+    torch.manual_seed(0)
+    kernel = nn.Parameter(torch.randn(8, 3, 3, 3))
+    matrix = nn.Parameter(kernel.detach().flatten(1).clone())
+    optimizers = [Muon([parameter], lr=0.01, weight_decay=0.1) for parameter in (kernel, matrix)]
+    for _ in range(3):
+        kernel.grad = torch.randn(8, 3, 3, 3)
+        matrix.grad = kernel.grad.flatten(1)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(kernel.flatten(1), matrix)
+
+
+def test_muon_moves_pooling_stems_and_runs_begun_with_adamw_there_end_so():
+    model = OdeViTForImageClassification(OdeViTConfig.from_preset("cifar-nano"))
+    stem = {f"odevit.tokenizer.layers.{i}.weight" for i in (0, 3)}
+    old, new = (split_parameters(model, grouping) for grouping in (2, 3))
+    assert new["hidden"].keys() - old["hidden"].keys() == stem
+    assert old["decayed"].keys() - new["decayed"].keys() == stem
+    assert old["plain"].keys() == new["plain"].keys()
+    muon, _ = build_optimizers(model, OptimConfig(name="muon", steps=1))
+    model(torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1])).loss.backward()
+    for name in stem:
+        weight = model.get_parameter(name)
+        before = weight.detach().clone()
+        muon.step()
+        values = torch.linalg.svdvals((weight.detach() - before).flatten(1))
+        assert values.max() < 2.5 * values.median()  # an orthogonal step, not a gradient
+
+
 def test_muon_takes_the_matrices_and_its_own_rate():
     model = odevit()
     muon, adamw = build_optimizers(model, OptimConfig(name="muon", steps=1, lr=1e-3, muon_lr=5e-3))
-    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(muon, Muon)
     assert {id(p) for p in muon.param_groups[0]["params"]} == {
         id(p) for p in split_parameters(model)["hidden"].values()
     }
@@ -143,10 +173,10 @@ def test_average_formula_and_exact_swap():
 @pytest.mark.parametrize("shape", [(24, 24), (8, 32), (32, 8)])
 def test_muon_is_pytorchs_up_to_its_bfloat16(shape):
     torch.manual_seed(0)
-    options = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    options = {"lr": 0.01, "weight_decay": 0.1}
     ours, theirs = (nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for _ in range(2))
     before = ours.detach().clone()
-    optimizers = Muon([ours], **options), torch.optim.Muon([theirs], **options)
+    optimizers = Muon([ours], **options), torch.optim.Muon([theirs], **options, adjust_lr_fn="match_rms_adamw")
     for _ in range(5):
         ours.grad = theirs.grad = torch.randn(shape)
         for optimizer in optimizers:
@@ -154,7 +184,8 @@ def test_muon_is_pytorchs_up_to_its_bfloat16(shape):
     moved = (theirs - before).norm()
     assert moved > 0.1
     assert (ours - theirs).norm() < 0.02 * moved
-    assert optimizers[0].state_dict()["param_groups"] == optimizers[1].state_dict()["param_groups"]
+    groups, pytorchs = (optimizer.state_dict()["param_groups"][0] for optimizer in optimizers)
+    assert groups | {"adjust_lr_fn": "match_rms_adamw"} == pytorchs
     assert optimizers[0].state[ours].keys() == optimizers[1].state[theirs].keys()
 
 
@@ -172,7 +203,7 @@ def test_orthogonalise_keeps_the_singular_vectors_and_levels_the_values():
 def test_muons_decay_bounds_the_spectral_norm(shape):
     torch.manual_seed(0)
     weight, gradient, decay = nn.Parameter(torch.zeros(shape)), torch.randn(shape), 2.0
-    muon = Muon([weight], lr=0.05, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    muon = Muon([weight], lr=0.05, weight_decay=decay)
     bound = 0.25 * max(shape) ** 0.5 / decay
     norms = []
     for _ in range(200):  # the same direction for ever: nothing grows faster

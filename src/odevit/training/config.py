@@ -16,7 +16,7 @@ RENAMED = {"loop": {"gradient_checkpointing": "recompute"}}  # group → {key of
 class OptimConfig:
     """How the weights move, and for how long: exactly one of epochs, steps and minutes."""
 
-    name: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the fields, AdamW for everything else
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of fields and pooling stems, AdamW for the rest
     lr: float = 1e-3
     muon_lr: float | None = None  # None: the same as lr (Muon's step is scaled to the size of an AdamW step)
     weight_decay: float = 0.05  # on matrices and convolutions only

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from odevit.model.layers import StemConvolution
 from odevit.training.config import OptimConfig
 
 
@@ -21,26 +22,29 @@ def learning_rate_factor(progress: float, warmup: float, cycles: int = 1) -> flo
     return (1 + math.cos(math.pi * (cycles * done % 1.0 if done < 1 else 1.0))) / 2
 
 
-GROUPING = 2
-"""How parameters are grouped, part of every checkpoint. In 1 the name `tokenizer` counted as a token, so that its
-convolutions were not decayed; runs begun that way end that way."""
+GROUPING = 3
+"""How parameters are grouped, part of every checkpoint; runs begun another way end that way. In 1 the name `tokenizer`
+counted as a token, so that its convolutions were not decayed; before 3 AdamW moved the convolutions of pooling stems."""
 
 
 def split_parameters(model: nn.Module, grouping: int = GROUPING) -> dict[str, dict[str, nn.Parameter]]:
     """Trainable parameters by name in three groups, each parameter in exactly one:
 
-    hidden: matrices inside a ModuleList (the fields of an ODE-ViT, the blocks of a ViT): what Muon is made for;
+    hidden: matrices inside a ModuleList (the fields of an ODE-ViT, the blocks of a ViT) and the convolutions of pooling
+        stems: what Muon is made for;
     decayed: other matrices and convolutions;
     plain: vectors, tokens, positions and the mixing of patches (the identity at the start), which are not decayed.
     """
     blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    stems = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, StemConvolution)]
     groups: dict[str, dict[str, nn.Parameter]] = {"hidden": {}, "decayed": {}, "plain": {}}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or parameter.numel() == 0:
             continue
         words = name.replace("tokenizer", "") if grouping > 1 else name
         is_weight = parameter.ndim in (2, 4) and not any(word in words for word in ("token", "position", "mixing"))
-        if is_weight and parameter.ndim == 2 and name.startswith(blocks or ("\0",)):
+        in_block = parameter.ndim == 2 and name.startswith(blocks or ("\0",))
+        if is_weight and (in_block or (grouping > 2 and name in stems)):
             groups["hidden"][name] = parameter
         else:
             groups["decayed" if is_weight else "plain"][name] = parameter
@@ -59,9 +63,7 @@ def build_optimizers(model: nn.Module, config: OptimConfig, grouping: int = GROU
             raise ValueError("optim.name: muon needs trainable matrices in fields or blocks; use adamw for this model")
         lr = config.muon_lr if config.muon_lr is not None else config.lr
         decay = config.muon_weight_decay if config.muon_weight_decay is not None else config.weight_decay
-        # match_rms_adamw scales the orthogonal step to the size of an AdamW step (Liu et al., arXiv 2502.16982)
-        matrices = Muon(groups["hidden"], lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        optimizers.append(matrices)
+        optimizers.append(Muon(groups["hidden"], lr=lr, weight_decay=decay))
     adamw_groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": groups["plain"], "weight_decay": 0.0},
@@ -87,9 +89,15 @@ def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], iter
     return (x if wide else x.mT).to(matrix.dtype)
 
 
-class Muon(torch.optim.Muon):
-    """PyTorch's Muon (match_rms_adamw), whose bfloat16 took half of a training step on two CPU cores, with our own
-    orthogonalisation. Its state and options are PyTorch's."""
+class Muon(Optimizer):
+    """Muon (Jordan et al., 2024) with steps of the size of AdamW's (match_rms_adamw of Liu et al., arXiv 2502.16982).
+
+    A convolution moves as the matrix (out, in · height · width), which PyTorch's own Muon refuses; and that one's
+    bfloat16 took half of a training step on two CPU cores. State and options are PyTorch's."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.1):
+        options = {"momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "eps": 1e-7, **options})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -106,9 +114,11 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         direction = gradient.lerp(average, momentum) if group["nesterov"] else average
+        direction = direction.flatten(1)
+        size = 0.2 * math.sqrt(max(direction.shape))  # match_rms_adamw
         direction = orthogonalise(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        size = 0.2 * math.sqrt(max(parameter.shape))  # match_rms_adamw
-        parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"] * size)
+        step = direction.view_as(parameter)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(step, alpha=-group["lr"] * size)
 
 
 def set_learning_rate(optimizers: Sequence[Optimizer], factor: float) -> None:
