@@ -24,7 +24,7 @@ def learning_rate_factor(progress: float, warmup: float, cycles: int = 1) -> flo
 
 GROUPING = 3
 """How parameters are grouped, part of every checkpoint; runs begun another way end that way. In 1 the name `tokenizer`
-counted as a token, so that its convolutions were not decayed; before 3 AdamW moved the convolutions of pooling stems."""
+counted as a token, so that its convolutions were not decayed; before 3 AdamW moved those of pooling stems."""
 
 
 def split_parameters(model: nn.Module, grouping: int = GROUPING) -> dict[str, dict[str, nn.Parameter]]:
