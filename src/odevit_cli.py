@@ -85,7 +85,9 @@ def info(
 @app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name (see `odevit recipes`) or a YAML file.")],
+    data: Annotated[str | None, typer.Option("--data", help="As in eval; overrides the recipe's.")] = None,
     overrides: Overrides = None,
+    output: Output = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     strict: Strict = False,

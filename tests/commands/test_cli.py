@@ -50,3 +50,12 @@ def test_a_config_of_a_wrong_type_ends_in_one_sentence(tmp_path, monkeypatch, ca
     assert said.startswith("error:")
     assert "hidden_size" in said
     assert "Traceback" not in said
+
+
+def test_train_takes_data_and_output_beside_the_recipe(tmp_path):
+    from odevit.commands.train import train
+
+    train("digits", ["optim.steps=1", "optim.batch_size=16", "loop.eval_every=1"], output=tmp_path / "run")
+    assert (tmp_path / "run" / "result.json").exists()
+    with pytest.raises(ValueError, match="not-there"):
+        train("digits", data=str(tmp_path / "not-there"), output=tmp_path / "other")

@@ -19,12 +19,16 @@ def train(
     recipe: str | Path,
     overrides: Sequence[str] | None = None,
     *,
+    data: str | None = None,
+    output: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     strict: bool = False,
 ) -> Result:
     """Train an ODE-ViT, fine-tune any Hugging Face image classifier, or distil a teacher, as a recipe says."""
-    loaded = Recipe.load(recipe, [*(overrides or ()), *(["data.strict=true"] if strict else [])])
+    given = {"data.name": data, "output": output, "data.strict": "true" if strict else None}
+    assignments = [*(overrides or ()), *(f"{key}={value}" for key, value in given.items() if value)]
+    loaded = Recipe.load(recipe, assignments)
     run = distill_recipe if loaded.task == "distill" else train_recipe
     return run(loaded, resume=resume, overwrite=overwrite)
 
