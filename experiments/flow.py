@@ -48,6 +48,7 @@ OURS = {**POOLING, "pool": "sequence"}
 FLOW = {"step_schedule": [[0, [3, 4, 5, 6, 7, 8, 9]]]}
 SHORT = {"step_schedule": [[0, [2, 3, 4, 5, 6]]]}
 GROWING = {"step_schedule": [[0, [1, 2, 3]], [0.6, [2, 3, 4, 6]]]}  # that of cifar10/scratch
+EXACTER = {"step_schedule": [[0, [1, 2, 3]], [0.6, [2, 3, 4, "midpoint 3"]]]}
 SPARING = {"step_schedule": [[0, [1, 2]], [0.8, [2, 3, 4, 6]]]}
 WIDE = {"hidden_size": 128}
 Arm = tuple[dict[str, Any], dict[str, Any]]  # fields of the model, and of the loop
@@ -93,6 +94,7 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "K from 2…6 and midpoint 2, 3": (OURS, {"step_schedule": [[0, [2, 3, 4, 5, 6, "midpoint 2", "midpoint 3"]]]}),
         "K from 1…3, late 2, 3, 4, 6": (OURS, GROWING),
         "K from 1, 2, later 2, 3, 4, 6": (OURS, SPARING),
+        "K from 1…3, late 2, 3, 4, midpoint 3": (OURS, EXACTER),
         "K = 4 always": (OURS, {}),
         "anytime 0.25": (OURS, {**SHORT, "anytime": 0.25}),
         "CCT-2/3x2": ({"cct": 64}, {}),

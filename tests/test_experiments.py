@@ -65,6 +65,14 @@ def test_every_arm_that_is_screened_changes_one_thing() -> None:
         OdeViTConfig(**recipe.model)  # can be built
 
 
+def test_every_arm_of_the_ablation_can_be_built_and_differs_from_the_others() -> None:
+    arms = [arm for arm in flow_script.STUDIES["ablation"].values() if "cct" not in arm[0]]
+    recipes = [flow_script.recipe_of(fields, loop, ["optim.minutes=1"]) for fields, loop in arms]
+    assert len({str(recipe.to_dict()) for recipe in recipes}) == len(recipes) > 10
+    for recipe in recipes:
+        OdeViTConfig(**recipe.model)
+
+
 def test_an_arm_is_trained_and_measured_once(tmp_path: Path, capsys: Any) -> None:
     budget = ["optim.minutes=null", "optim.steps=1", "optim.batch_size=16", "data.limit=60"]
     arguments = ["screen", "--only", "batch 64", "--output", str(tmp_path)]
@@ -157,8 +165,9 @@ def test_distillation_arms_share_the_work_and_are_only_read_once_they_are_done(
     assert first["scratch, with labels (seed 0)"]["agreement"] == ""
 
 
-def test_every_arm_of_the_ablation_is_a_valid_recipe_and_differs_from_ours() -> None:
-    arms = distillation_script.STUDIES["ablation"].values()
+@pytest.mark.parametrize("study", distillation_script.STUDIES)
+def test_every_arm_is_a_valid_recipe_and_differs_from_the_others(study: str) -> None:
+    arms = distillation_script.STUDIES[study].values()
     recipes = [Recipe.load(arm.recipe, list(arm.overrides)) for arm in arms]
     assert len({str(recipe.to_dict()) for recipe in recipes}) == len(recipes)
 
