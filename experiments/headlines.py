@@ -73,9 +73,23 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def label(row: Row, shown: list[Row]) -> str:
+    """Of ours, one label for all that lie on one point, and none for earlier runs of the same kind."""
+    if row.kind != KINDS[0]:
+        return row.name
+    ours = [other for other in shown if other.kind == row.kind]
+    better = [(o.name, o.how, o.accuracy) for o in ours]
+    best = [
+        r for r in ours if not any(r.name == n and r.how.startswith(how) and r.accuracy < a for n, how, a in better)
+    ]
+    near = [r for r in best if r.macs == row.macs and abs(r.accuracy - row.accuracy) < 0.02]
+    return "\n".join(f"ours, {r.how}" for r in near) if near and row == near[0] else ""
+
+
 def draw(rows: list[Row], what: str, path: Path) -> None:
     """Accuracy against parameters or multiply-accumulates: ours filled, what others report hollow."""
-    labels = {"parameters": "parameters", "macs": "multiply-accumulates an image"}
+    axis = {"parameters": ("parameters", 1.0, "log"), "macs": ("million multiply-accumulates an image", 1e6, "linear")}
+    title, unit, scale = axis[what]
     data = list(dict.fromkeys(row.data for row in rows))
     with figure_style():
         figure, panels = subplots(1, len(data), width=3.7 * len(data), height=3.2)
@@ -83,15 +97,15 @@ def draw(rows: list[Row], what: str, path: Path) -> None:
             shown = [row for row in rows if row.data == name and getattr(row, what) is not None]
             for row in shown:
                 ours = row.kind == KINDS[0]
-                x, y = getattr(row, what), 100 * row.accuracy
+                x, y = getattr(row, what) / unit, 100 * row.accuracy
                 axes.plot(x, y, "o", color=color(0 if ours else 1), fillstyle="full" if ours else "none")
-                best = max(other.accuracy for other in shown if (other.kind, other.how) == (row.kind, row.how))
-                if ours and row.accuracy == best:  # not the shorter runs of the same kind
-                    axes.annotate(f"ours, {row.how}", (x, y), (5, -2), textcoords="offset points", fontsize=6)
-                elif not ours:
-                    axes.annotate(row.name, (x, y), (0, 6), textcoords="offset points", fontsize=6, ha="center")
-            axes.set(xscale="log", xlabel=labels[what], ylabel="top-1, %", title=name)
-            axes.margins(0.35, 0.25)
+                place = {"xytext": (6, -2), "va": "top"} if ours else {"xytext": (0, 6), "ha": "center"}
+                text = axes.annotate(label(row, shown), (x, y), textcoords="offset points", fontsize=6, **place)
+                text.set_in_layout(False)
+            axes.set(xscale=scale, xlabel=title, ylabel="top-1, %", title=name)
+            axes.margins(0.6, 0.25)
+            if scale == "linear":
+                axes.set_xlim(0, 2.2 * axes.dataLim.x1)
         figure.supxlabel("filled: measured by us; hollow: reported by them", fontsize=7)
     figure.savefig(path, facecolor="white")
 

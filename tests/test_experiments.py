@@ -302,6 +302,20 @@ def test_every_small_teacher_but_swin_is_one_that_a_student_can_follow() -> None
 
 
 @pytest.mark.slow
+def test_labels_of_the_pictures_do_not_lie_on_each_other() -> None:
+    rows = [
+        headlines.Row("ours", "CIFAR-10", how, 2e5, macs, accuracy)
+        for how, macs, accuracy in (
+            ("scratch", 6e7, 0.89),
+            ("distilled", 6e7, 0.895),
+            ("distilled, 40 minutes", 6e7, 0.83),
+        )
+    ]
+    peer = headlines.Row("CCT", "CIFAR-10", "scratch", 3e5, 3e7, 0.89, headlines.KINDS[1])
+    labels = [headlines.label(row, [*rows, peer]) for row in (*rows, peer)]
+    assert labels == ["ours, scratch\nours, distilled", "", "", "CCT"]
+
+
 def test_headlines_read_a_run_and_keep_what_stands_beside_the_marks(tmp_path: Path) -> None:
     model = tiny_model()
     model.save_pretrained(tmp_path / "run" / "model")
