@@ -77,13 +77,18 @@ def label(row: Row, shown: list[Row]) -> str:
     """Of ours, one label for all that lie on one point, and none for earlier runs of the same kind."""
     if row.kind != KINDS[0]:
         return row.name
-    ours = [other for other in shown if other.kind == row.kind]
-    better = [(o.name, o.how, o.accuracy) for o in ours]
-    best = [
-        r for r in ours if not any(r.name == n and r.how.startswith(how) and r.accuracy < a for n, how, a in better)
-    ]
-    near = [r for r in best if r.macs == row.macs and abs(r.accuracy - row.accuracy) < 0.02]
-    return "\n".join(f"ours, {r.how}" for r in near) if near and row == near[0] else ""
+    near = [r for r in shown if (r.kind, r.macs) == (row.kind, row.macs) and abs(r.accuracy - row.accuracy) < 0.02]
+    if row != near[0]:
+        return ""
+    best = [r for r in near if not any(surpasses(other, r) for other in shown)]
+    return "\n".join(f"ours, {r.how}" for r in best)
+
+
+def surpasses(other: Row, row: Row) -> bool:
+    """Whether the other is a better run of the same kind: the same words, or fewer of them."""
+    return (other.kind, other.name) == (row.kind, row.name) and (
+        row.how.startswith(other.how) and row.accuracy < other.accuracy
+    )
 
 
 def draw(rows: list[Row], what: str, path: Path) -> None:
