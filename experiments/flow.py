@@ -62,6 +62,8 @@ SCREENED: dict[str, list[str]] = {
     "Muon's decay 0.1": ["optim.muon_weight_decay=0.1"],
     "Muon's decay 2": ["optim.muon_weight_decay=2"],
     "AdamW's rate 2e-3": ["optim.lr=2e-3"],
+    "half the rates": ["optim.muon_lr=4e-3", "optim.lr=2e-3"],
+    "half the rates, Muon's decay 0.2": ["optim.muon_lr=4e-3", "optim.lr=2e-3", "optim.muon_weight_decay=0.2"],
     "AdamW's rate 8e-3": ["optim.lr=8e-3"],
     "depth 3": ["model.depth=3"],
     "depth 12": ["model.depth=12"],
