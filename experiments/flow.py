@@ -52,7 +52,7 @@ EXACTER = {"step_schedule": [[0, [1, 2, 3]], [0.6, [2, 3, 4, "midpoint 3"]]]}
 SPARING = {"step_schedule": [[0, [1, 2]], [0.8, [2, 3, 4, 6]]]}
 WIDE = {"hidden_size": 128}
 Arm = tuple[dict[str, Any], dict[str, Any]]  # fields of the model, and of the loop
-# One change each to the recipe cifar10/scratch, chosen on held-out training images.
+# One change each to the recipe cifar10/scratch (rates go together), chosen on held-out training images.
 SCREENED: dict[str, list[str]] = {
     "as it is": [],
     "batch 64": ["optim.batch_size=64"],

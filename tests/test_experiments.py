@@ -54,13 +54,12 @@ def test_peers_have_the_published_shape_and_equal_parameters() -> None:
     assert vit.num_parameters() == pytest.approx(ours.num_parameters(), rel=0.01)
 
 
-def test_every_arm_that_is_screened_changes_one_thing() -> None:
+def test_every_arm_that_is_screened_can_be_built_and_differs_from_the_others() -> None:
     fields, loop = flow_script.STUDIES["screen"]["as it is"]
     recipes = [
         flow_script.recipe_of(fields, loop, [*changes, "optim.minutes=1"]) for changes in flow_script.SCREENED.values()
     ]
-    assert all(recipe != recipes[0] for recipe in recipes[1:])
-    assert all(len(changes) == 1 for changes in list(flow_script.SCREENED.values())[1:])
+    assert len({str(recipe.to_dict()) for recipe in recipes}) == len(recipes)
     for recipe in recipes:
         OdeViTConfig(**recipe.model)  # can be built
 
