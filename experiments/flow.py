@@ -78,7 +78,7 @@ SCREENED: dict[str, list[str]] = {
     "without mixing": ["model.mixing=none"],
     "two fields": ["model.num_fields=2"],
     "K from 1…4": ["loop.step_schedule=[[0, [1, 2, 3, 4]]]"],
-    "K from 1…3, late 2, 3, 4, 6": [f"loop.step_schedule={GROWING['step_schedule']}"],
+    "K from 2…6": [f"loop.step_schedule={SHORT['step_schedule']}"],
     "K from 1, 2, later 2, 3, 4, 6": [f"loop.step_schedule={SPARING['step_schedule']}"],
     "no label smoothing": ["optim.label_smoothing=0"],
     "averaging over 0.99": ["optim.ema=0.99"],
@@ -110,7 +110,7 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "CCT-2/3x2, width 128": ({"cct": 128}, {}),
         "ViT of four layers, width 80": ({"vit": 80}, {}),  # 218,490 parameters; ours at width 128 has 219,467
     },
-    "screen": dict.fromkeys(SCREENED, ({**OURS, **WIDE}, SHORT)),
+    "screen": dict.fromkeys(SCREENED, ({**OURS, **WIDE}, GROWING)),
 }
 
 
