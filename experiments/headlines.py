@@ -57,38 +57,40 @@ def read(file: Path) -> list[Row]:
     return [Row(**row) for row in json.loads(file.read_text())] if file.exists() else []
 
 
+def numbered(rows: list[Row]) -> dict[int, Row]:
+    """By data and accuracy: the numbers of the table and of the points in the pictures."""
+    return dict(enumerate(sorted(rows, key=lambda row: (row.data, -row.accuracy)), 1))
+
+
 def table(rows: list[Row]) -> str:
-    """Markdown, by data and accuracy."""
-    lines = ["| data | model | how | parameters | M multiply-accumulates | top-1 | CPU minutes, seed | by | command |"]
-    lines += ["|---|---|---|---:|---:|---:|---|---|---|"]
-    for row in sorted(rows, key=lambda row: (row.data, -row.accuracy)):
+    """Markdown."""
+    lines = [
+        "| | data | model | how | parameters | M multiply-accumulates | top-1 | CPU minutes, seed | by | command |"
+    ]
+    lines += [
+        "|---:|---|---|---|---:|---:|---:|---|---|---|",
+    ]
+    for number, row in numbered(rows).items():
         size = f"{row.parameters:,.0f}" if row.kind == KINDS[0] else f"{row.parameters / 1e6:g} M"
         macs = "" if row.macs is None else f"{row.macs / 1e6:,.1f}"
         spent = "" if row.minutes is None else f"{row.minutes:g}, {row.seed}"
         command = f"`{row.command}`" if row.command else ""
         right = f"{100 * row.accuracy:.2f}" if row.kind == KINDS[0] else f"{100 * row.accuracy:.4g}"
         lines.append(
-            f"| {row.data} | {row.name} | {row.how} | {size} | {macs} | {right} | {spent} | {row.kind} | {command} |"
+            f"| {number} | {row.data} | {row.name} | {row.how} | {size} | {macs} | {right} | {spent} | {row.kind} "
+            f"| {command} |"
         )
     return "\n".join(lines)
 
 
-def label(row: Row, shown: list[Row]) -> str:
-    """Of ours, one label for all that lie on one point, and none for earlier runs of the same kind."""
-    if row.kind != KINDS[0]:
-        return row.name
-    near = [r for r in shown if (r.kind, r.macs) == (row.kind, row.macs) and abs(r.accuracy - row.accuracy) < 0.02]
-    if row != near[0]:
-        return ""
-    best = [r for r in near if not any(surpasses(other, r) for other in shown)]
-    return "\n".join(f"ours, {r.how}" for r in best)
-
-
-def surpasses(other: Row, row: Row) -> bool:
-    """Whether the other is a better run of the same kind: the same words, or fewer of them."""
-    return (other.kind, other.name) == (row.kind, row.name) and (
-        row.how.startswith(other.how) and row.accuracy < other.accuracy
-    )
+def numbers_at(number: int, shown: dict[int, Row], what: str) -> str:
+    """The numbers of all rows that lie on the point of this one, at the first of them; nothing at the others."""
+    row = shown[number]
+    here = [
+        other for other, r in shown.items()
+        if getattr(r, what) == getattr(row, what) and abs(r.accuracy - row.accuracy) < 0.01
+    ]  # fmt: skip
+    return ", ".join(map(str, here)) if number == here[0] else ""
 
 
 def draw(rows: list[Row], what: str, path: Path) -> None:
@@ -97,22 +99,25 @@ def draw(rows: list[Row], what: str, path: Path) -> None:
     title, unit, scale = axis[what]
     data = list(dict.fromkeys(row.data for row in rows))
     with figure_style():
-        figure, panels = subplots(1, len(data), width=3.7 * len(data), height=3.2)
+        figure, panels = subplots(1, len(data), width=4.4 * len(data), height=4.2)
         for axes, name in zip([panels] if len(data) == 1 else panels, data, strict=True):
-            shown = [row for row in rows if row.data == name and getattr(row, what) is not None]
-            for row in shown:
-                ours = row.kind == KINDS[0]
+            of_data = {number: row for number, row in numbered(rows).items() if row.data == name}
+            shown = {number: row for number, row in of_data.items() if getattr(row, what) is not None}
+            for number, row in shown.items():
+                ours = row.kind == KINDS[0]  # numbered on the left, others on the right
                 x, y = getattr(row, what) / unit, 100 * row.accuracy
                 axes.plot(x, y, "o", color=color(0 if ours else 1), fillstyle="full" if ours else "none")
-                place = {"xytext": (6, -2), "va": "top"} if ours else {"xytext": (0, 6), "ha": "center"}
-                text = axes.annotate(label(row, shown), (x, y), textcoords="offset points", fontsize=6, **place)
-                text.set_in_layout(False)
+                place = {"xytext": (-5, 0), "ha": "right"} if ours else {"xytext": (5, 0), "ha": "left"}
+                text = numbers_at(number, shown, what)
+                axes.annotate(text, (x, y), textcoords="offset points", va="center", fontsize=7, **place)
             axes.set(xscale=scale, xlabel=title, ylabel="top-1, %", title=name)
-            axes.margins(0.6, 0.25)
+            axes.margins(0.15, 0.15)
             if scale == "linear":
-                axes.set_xlim(0, 2.2 * axes.dataLim.x1)
-        figure.supxlabel("filled: measured by us; hollow: reported by them", fontsize=7)
-    figure.savefig(path, facecolor="white")
+                axes.set_xlim(left=0)
+            names = [f"{number}  {row.name}, {row.how}" for number, row in shown.items()]
+            axes.text(0, -0.28, "\n".join(names), transform=axes.transAxes, va="top", fontsize=6)
+        figure.suptitle("filled: measured by us; hollow: reported by them", fontsize=7)
+    figure.savefig(path, facecolor="white", bbox_inches="tight")
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
