@@ -67,6 +67,7 @@ SCREENED: dict[str, list[str]] = {
     "depth 12": ["model.depth=12"],
     "MLP of 1": ["model.mlp_ratio=1"],
     "MLP of 4": ["model.mlp_ratio=4"],
+    "tokens of 8 pixels": ["model.patch_size=8"],
     "width 96": ["model.hidden_size=96"],
     "width 160": ["model.hidden_size=160"],
     "2 heads": ["model.num_attention_heads=2"],

@@ -1,6 +1,8 @@
 """What was tried and not merged: the scripts that say so do what they say, and leave the library as it was."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import skew
@@ -13,6 +15,7 @@ from test_experiments import SMALL
 from transformers import ViTConfig, ViTForImageClassification
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit.data import Batch
 from odevit.distill.student import student_of
 from odevit.model import model as model_module
 from odevit.model.solvers import SOLVERS, Grid
@@ -99,12 +102,49 @@ def test_a_spectral_stem_starts_with_norm_one_and_no_other_does() -> None:
 
 
 def test_what_is_tried_is_taken_out_again(tmp_path: Path) -> None:
-    arguments = ["tried", "--steps", "1", "--only", *tried_script.ARMS[-4:], "--output", str(tmp_path)]
+    arguments = ["tried", "--steps", "1", "--only", *tried_script.ARMS[-6:], "--output", str(tmp_path)]
     for assignment in (*SMALL, "optim.batch_size=16", "data.limit=60"):
         arguments += ["--set", assignment]
-    before = Classification.__call__, Grid.steps, tried_script.loop.build_optimizers
-    assert len(tried_script.main(arguments)) == 4
-    assert (Classification.__call__, Grid.steps, tried_script.loop.build_optimizers) == before
+
+    def patched() -> tuple[Any, ...]:
+        run = tried_script.loop.Run
+        return Classification.__call__, Grid.steps, tried_script.loop.build_optimizers, run.prepare
+
+    before = patched()
+    assert len(tried_script.main(arguments)) == 6
+    assert patched() == before
+
+
+def test_the_whitening_stem_whitens_and_stays() -> None:
+    torch.manual_seed(0)
+    images = torch.rand(40, 3, 12, 12).cumsum(-1).cumsum(-2)  # neighbours are alike, as in pictures
+    filters = tried_script.whitening_filters(images, 20)
+    normalised = (images - images.mean(dim=(0, 2, 3), keepdim=True)) / images.std(dim=(0, 2, 3), keepdim=True)
+    answers = torch.nn.functional.conv2d(normalised, filters[:4]).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(answers.cov(), torch.eye(4), atol=0.02, rtol=0)
+    torch.testing.assert_close(filters[10:], -filters[:10])
+
+    restore = tried_script.patch("whitening stem", images)
+    try:
+        model = OdeViTForImageClassification(OdeViTConfig.from_preset("cifar-nano"))
+    finally:
+        restore()
+    first, second = (layer.weight for layer in model.odevit.tokenizer.layers if hasattr(layer, "weight"))
+    torch.testing.assert_close(first.detach()[0], tried_script.whitening_filters(images, len(first))[0])
+    assert not first.requires_grad
+    assert second.requires_grad
+
+
+def test_two_epochs_of_alternating_flips_show_every_image_both_ways() -> None:
+    images = torch.arange(4 * 2).reshape(4, 1, 1, 2)
+    batch = Batch(images, torch.zeros(4, dtype=torch.long), torch.tensor([0, 3, 5, 6]), 0, 4)
+    prepare = tried_script.alternating(lambda run, batch: batch.images)
+    epochs = [prepare(SimpleNamespace(step=step, steps_per_epoch=10), batch) for step in (9, 10, 20)]
+    mirrored = torch.tensor([False, True, True, False])
+    torch.testing.assert_close(epochs[0][mirrored], images.flip(-1)[mirrored])
+    torch.testing.assert_close(epochs[0][~mirrored], images[~mirrored])
+    torch.testing.assert_close(epochs[1], epochs[0].flip(-1))
+    torch.testing.assert_close(epochs[2], epochs[0])
 
 
 def test_adamw_for_the_stem_is_how_it_was() -> None:
