@@ -66,6 +66,7 @@ SCREENED: dict[str, list[str]] = {
     "depth 3": ["model.depth=3"],
     "depth 12": ["model.depth=12"],
     "MLP of 1": ["model.mlp_ratio=1"],
+    "MLP of 3": ["model.mlp_ratio=3"],
     "MLP of 4": ["model.mlp_ratio=4"],
     "tokens of 8 pixels": ["model.patch_size=8"],
     "width 96": ["model.hidden_size=96"],
