@@ -65,9 +65,7 @@ def numbered(rows: list[Row]) -> dict[int, Row]:
 def table(rows: list[Row]) -> str:
     """Markdown."""
     lines = [
-        "| | data | model | how | parameters | M multiply-accumulates | top-1 | CPU minutes, seed | by | command |"
-    ]
-    lines += [
+        "| | data | model | how | parameters | M multiply-accumulates | top-1 | CPU minutes, seed | by | command |",
         "|---:|---|---|---|---:|---:|---:|---|---|---|",
     ]
     for number, row in numbered(rows).items():

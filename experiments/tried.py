@@ -243,8 +243,11 @@ def patch(arm: str, images: Tensor | None = None) -> Callable[[], None]:
 def run_arm(arm: str, assignments: list[str], folder: Path) -> dict[str, Any]:
     if (folder / "settings.json").exists():
         return json.loads((folder / "settings.json").read_text())
-    train = load_data(flow.recipe_of(flow.OURS, flow.SHORT, assignments).data).train
-    restore = patch(arm, train.fetch(torch.arange(min(2000, len(train))))[0] / 255)
+    images = None
+    if arm == "whitening stem":
+        train = load_data(flow.recipe_of(flow.OURS, flow.SHORT, assignments).data).train
+        images = train.fetch(torch.arange(min(2000, len(train))))[0] / 255
+    restore = patch(arm, images)
     try:
         changes = ["augment.flip=false"] if arm == "alternating flip" else []
         return flow.run_arm(((flow.OURS, flow.SHORT), changes), assignments, folder)

@@ -60,6 +60,8 @@ def test_every_arm_that_is_screened_can_be_built_and_differs_from_the_others() -
         flow_script.recipe_of(fields, loop, [*changes, "optim.minutes=1"]) for changes in flow_script.SCREENED.values()
     ]
     assert len({str(recipe.to_dict()) for recipe in recipes}) == len(recipes)
+    several = [name for name, changes in flow_script.SCREENED.items() if len(changes) > 1]
+    assert several == ["half the rates", "twice the rates"]
     for recipe in recipes:
         OdeViTConfig(**recipe.model)  # can be built
 
