@@ -1,14 +1,17 @@
 """Distillation of answers: any classifier teaches a student of any shape."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
+import torch.nn.functional as nnf
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from odevit.commands.distill import distill_recipe
 from odevit.data import DataConfig, load_data, prepare
-from odevit.distill.answers import AnswerDistillation, with_extra_images
+from odevit.data.augment import Augment, AugmentConfig
+from odevit.distill.answers import AnswerDistillation, extra_images
 from odevit.distill.answers import build_answers as build
 from odevit.distill.objective import DistillConfig
 from odevit.recipe import Recipe
@@ -97,20 +100,68 @@ def test_distill_runs_to_its_end_and_compares(tmp_path, teacher):
 
 @pytest.mark.slow
 def test_extra_images_teach_without_labels(tmp_path, teacher):
+    """Half of a batch each; the answers are those of the images; the cache without them is read again, not built."""
     data = load_data(DataConfig(name="digits", limit=96))
-    both = with_extra_images(data.train, "digits")
-    assert len(both) > 2 * len(data.train)
-    assert torch.equal(both.fetch(torch.arange(5))[0], data.train.fetch(torch.arange(5))[0])
-    _, objective = build(recipe(tmp_path, teacher, cache="logits", extra_images="digits"), data)
-    assert len(objective.training_data(data).train) == len(both)
+    _, alone = build(recipe(tmp_path, teacher, cache="logits"), data)
+    folders = {path.name for path in (tmp_path / "cache").iterdir()}
+    student, objective = build(recipe(tmp_path, teacher, cache="logits", extra_images="digits"), data)
+    added = {path.name for path in (tmp_path / "cache").iterdir()} - folders
+    assert len(added) == 1
+    split = objective.training_data(data).train
+    assert len(split) == 2 * len(alone.training_data(data).train) < 2 * len(extra_images(data.train, "digits"))
+    rows = split.order(32, torch.Generator().manual_seed(0))[:32]
+    assert ((rows < len(data.train)).sum(), len(rows)) == (16, 32)
+    images, labels = split.fetch(rows)
+    assert set(labels[16:].tolist()) == {0}
+    with torch.no_grad():
+        expected = objective.teacher.module(prepare(images, 16, [0.3], [0.4])).logits
+    assert torch.allclose(objective.answers(student, images, rows), expected, atol=1e-4)
+
+
+def test_a_shaken_view_is_a_moved_one_and_keeps_its_answer(tmp_path, teacher):
+    """The student's batches differ from the cached views; each is some shift (and mirror image) of its view."""
+    data = load_data(DataConfig(name="digits", limit=64))
+    for flip in (False, True):
+        plan = recipe(tmp_path, teacher, cache="logits", shake=1)
+        plan = dataclasses.replace(plan, augment=AugmentConfig(crop=1, crop_fill="zero", flip=flip))
+        _, objective = build(plan, data)
+        views = objective.training_data(data)
+        assert views.augment == AugmentConfig(crop=1, flip=flip)
+        images, labels = views.train.fetch(torch.arange(32))
+        shaken = Augment(views.augment, 10)(images, labels, seed=0)[0]
+        found = [_offsets(view.float() / 255, seen) for view, seen in zip(images, shaken, strict=True)]
+        assert all(found)
+        assert any((0, 0, False) not in offsets for offsets in found)
+        assert any(all(mirrored for _, _, mirrored in offsets) for offsets in found) == flip
+    _, still = build(dataclasses.replace(plan, distill=dataclasses.replace(plan.distill, shake=0)), data)
+    assert still.training_data(data).augment == AugmentConfig()
+
+
+def _offsets(view, seen):
+    """Shifts by at most a pixel (rows, columns, mirrored) that make `seen` of `view`, by trying all of them."""
+    padded = nnf.pad(view[None], (1, 1, 1, 1), mode="reflect")[0]
+    side = view.shape[-1]
+    cut = {
+        (row, column): padded[:, row : row + side, column : column + side] for row in range(3) for column in range(3)
+    }
+    return [
+        (row - 1, column - 1, mirrored)
+        for (row, column), moved in cut.items()
+        for mirrored in (False, True)
+        if torch.allclose(moved.flip(-1) if mirrored else moved, seen, atol=1e-3)
+    ]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"losses": {"cls_path": 1.0}}, "cls_path compares states"),
-        ({"extra_images": "digits", "losses": {"kl": 1.0, "cross_entropy": 1.0}}, "no labels of these classes"),
-        ({"extra_images": "digits"}, "read through the cache"),
+        (
+            {"extra_images": "digits", "cache": "logits", "losses": {"kl": 1.0, "cross_entropy": 1.0}},
+            "no labels of these classes",
+        ),
+        ({"extra_images": "digits"}, "extra_images is for distill.match: answers with distill.cache: logits"),
+        ({"shake": 2}, "shake is for distill.match: answers with distill.cache: logits"),
     ],
 )
 def test_impossible_plans_are_refused(tmp_path, teacher, fields, message):

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from odevit.data.augment import AugmentConfig
 from odevit.data.decode import Frame
 from odevit.data.shards import ShardedSplit
 from odevit.data.sources import Table, open_tables
@@ -64,7 +65,7 @@ class Data:
     mean: list[float]  # per channel, of images on the scale 0..1
     std: list[float]
     channels: int
-    augmented: bool = False  # the training images are augmented already, once and for all
+    augment: AugmentConfig | None = None  # what is left to do to the training images; None: what the recipe says
 
     @property
     def skipped(self) -> int:

@@ -9,9 +9,10 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from odevit.data import Data, DataConfig, load_data
+from odevit.data.augment import AugmentConfig
 from odevit.data.splits import MemorySplit, Split
 from odevit.distill.cache_key import Transform
-from odevit.distill.cache_shards import Cache, cache_of
+from odevit.distill.cache_shards import Cache, cache_of, joined
 from odevit.distill.losses import answer_divergence
 from odevit.distill.split_teacher import shard_teacher_
 from odevit.distill.top import TopLogits
@@ -26,12 +27,15 @@ LOSSES = ("kl", "cross_entropy")
 class AnswerDistillation:
     """The objective: KL to the teacher's answers, cached or online, and cross-entropy where labels may be used."""
 
-    def __init__(self, teacher: Answerer, config: Any, cache: Cache | None = None):
-        self.teacher, self.config, self.cache = teacher, config, cache
+    def __init__(self, teacher: Answerer, config: Any, cache: Cache | None = None, flip: bool = False):
+        self.teacher, self.config, self.cache, self.flip = teacher, config, cache, flip
 
     def training_data(self, data: Data) -> Data:
-        """With a cache the training images are its views, and are augmented already."""
-        return data if self.cache is None else dataclasses.replace(data, train=self.cache.split, augmented=True)
+        """With a cache the training images are its views, augmented already: what is left is to shake them."""
+        if self.cache is None:
+            return data
+        shaken = AugmentConfig(crop=self.config.shake, flip=self.flip and self.config.shake > 0)
+        return dataclasses.replace(data, train=self.cache.split, augment=shaken)
 
     def stage(self, progress: float) -> str:
         return "answers"
@@ -77,27 +81,23 @@ def build_answers(
     student = build_classifier(recipe.model, data, recipe.data)
     if config.shard_teacher:
         shard_teacher_(config, recipe.loop.monitor_every, teacher)
-    train = data.train
-    if config.extra_images:
-        if config.losses.get("cross_entropy"):
-            raise ValueError(
-                "distill.extra_images have no labels of these classes: set the weight of cross_entropy to 0"
-            )
-        train = with_extra_images(train, config.extra_images)
+    if config.extra_images and config.losses.get("cross_entropy"):
+        raise ValueError("distill.extra_images have no labels of these classes: set the weight of cross_entropy to 0")
     if config.cache == "none":
-        if config.extra_images:
-            raise ValueError("distill.extra_images are read through the cache: set distill.cache to logits")
         return student, AnswerDistillation(teacher, config)
     transform = Transform(
         image_size=teacher.image_size, mean=teacher.mean, std=teacher.std, augment=recipe.augment,
         views=config.cache_views, seed=recipe.seed,
     )  # fmt: skip
-    return student, AnswerDistillation(teacher, config, cache_of(config, teacher, train, transform))
+    cache = cache_of(config, teacher, data.train, transform)
+    if config.extra_images:
+        cache = joined(cache, cache_of(config, teacher, extra_images(data.train, config.extra_images), transform))
+    return student, AnswerDistillation(teacher, config, cache, flip=recipe.augment.flip)
 
 
-def with_extra_images(train: Split, name: str) -> MemorySplit:
-    """The training images, and those of another data set with the label 0, which nobody reads."""
-    images, labels = train.fetch(torch.arange(len(train)))
+def extra_images(train: Split, name: str) -> MemorySplit:
+    """The training images of another data set with the label 0, which nobody reads."""
+    images, labels = train.fetch(torch.arange(1))
     other = load_data(DataConfig(name=name, image_size=images.shape[-1])).train
     more, _ = other.fetch(torch.arange(len(other)))
     if more.shape[1:] != images.shape[1:]:
@@ -105,4 +105,4 @@ def with_extra_images(train: Split, name: str) -> MemorySplit:
             f"distill.extra_images must be like the training images {tuple(images.shape[1:])}, "
             f"got {tuple(more.shape[1:])}"
         )
-    return MemorySplit(torch.cat([images, more]), torch.cat([labels, torch.zeros(len(more), dtype=labels.dtype)]), [])
+    return MemorySplit(more, torch.zeros(len(more), dtype=labels.dtype), [])

@@ -42,11 +42,15 @@ def evenly(rows: int, count: int) -> Tensor:
 class ShardedCache:
     """The parts of this process. `split` and `trace` count the rows of all parts."""
 
-    def __init__(self, parts: Sequence[TrajectoryCache | None], sizes: Sequence[int], train: Split):
+    def __init__(self, parts: Sequence[TrajectoryCache | None], sizes: Sequence[int], train: Split | None = None):
         self.parts = parts
         own = [None if part is None else part.split for part in parts]
         stored = not isinstance(next(split for split in own if split is not None), Part)
         self.split = ShardedSplit(own, sizes, None if stored else train)
+
+    @property
+    def parts_and_sizes(self) -> list[tuple[TrajectoryCache | None, int]]:
+        return list(zip(self.parts, self.split.sizes, strict=True))
 
     def sample(self, count: int) -> Tensor:
         """About `count` rows spread evenly over all parts; those in parts of this process, at least one of each."""
@@ -73,6 +77,14 @@ class ShardedCache:
 
 
 Cache = TrajectoryCache | ShardedCache
+
+
+def joined(*caches: Cache) -> ShardedCache:
+    """Caches of several sets of images as one: a batch takes as many rows from each. All in as many parts."""
+    columns = [[(c, len(c.split))] if isinstance(c, TrajectoryCache) else c.parts_and_sizes for c in caches]
+    # part 0 of all, part 1 of all, …: what a process has of each stays together, as its slice of a batch must be
+    parts, sizes = zip(*(pair for number in zip(*columns, strict=True) for pair in number), strict=True)
+    return ShardedCache(parts, sizes)
 
 
 def shard_bounds(count: int, shards: int) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from odevit.data import Data, derive_seed
+from odevit.data.augment import AugmentConfig
 from odevit.distill.cache import CachedTrace
 from odevit.distill.cache_key import Transform
 from odevit.distill.cache_shards import Cache, ShardedCache, cache_of, evenly
@@ -67,6 +68,7 @@ class DistillConfig:
     freeze_head: bool = True  # the teacher's norm and head stay as they are
     cache: str = "none"  # "none" (teacher online); what is kept on disk of its states: "cls", "all", or "logits" alone
     cache_views: int = 1  # augmented versions of each image in the cache; an epoch goes through all of them
+    shake: int = 0  # answers only: the student sees a cached view moved by up to so many pixels, and mirrored or not
     cache_folder: str = "cache"
     cache_top: int = 0  # of each answer, keep so many of the largest logits and the sum of the others; 0: all of it
     cache_shards: int = 1  # parts of the cache, of which each of torchrun's processes builds and reads its own
@@ -81,11 +83,8 @@ class DistillConfig:
             raise ValueError(f"distill.losses must be numbers, got {self.losses}") from None
         if unknown or not any(self.losses.values()):
             raise ValueError(f"distill.losses: {unknown or 'nothing'}; give weights to some of {', '.join(LOSSES)}")
-        choices = {
-            "placement": tuple(PLACEMENTS),
-            "layer_weights": LAYER_WEIGHTS,
-            "cache": ("none", "logits", "cls", "all"),
-        }
+        caches = ("none", "logits", "cls", "all")
+        choices = {"placement": tuple(PLACEMENTS), "layer_weights": LAYER_WEIGHTS, "cache": caches}
         for name, valid in choices.items():
             if getattr(self, name) not in valid:
                 raise ValueError(f"distill.{name} must be one of {', '.join(valid)}, got {getattr(self, name)!r}")
@@ -103,8 +102,9 @@ class DistillConfig:
             )
         if self.prompts and self.match != "path":
             raise ValueError("distill.prompts are for distill.match: path")
-        if self.extra_images and self.match != "answers":
-            raise ValueError("distill.extra_images are for distill.match: answers")
+        for name in ("extra_images", "shake"):
+            if getattr(self, name) and (self.match, self.cache) != ("answers", "logits"):
+                raise ValueError(f"distill.{name} is for distill.match: answers with distill.cache: logits")
 
     def _check_cache(self) -> None:
         if self.cache_top < 0:
@@ -277,7 +277,8 @@ class Distillation:
 
     def training_data(self, data: Data) -> Data:
         """With a cache the training images are its views, and are augmented already."""
-        return data if self.cache is None else dataclasses.replace(data, train=self.cache.split, augmented=True)
+        done = AugmentConfig()
+        return data if self.cache is None else dataclasses.replace(data, train=self.cache.split, augment=done)
 
     def stage(self, progress: float) -> str:
         if progress < self.config.collocation:

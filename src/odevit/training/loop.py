@@ -17,7 +17,7 @@ import torch
 
 from odevit.atomic import write_file
 from odevit.data import Batch, Data, Split, batches, derive_seed, num_batches
-from odevit.data.augment import Augment, AugmentConfig
+from odevit.data.augment import Augment
 from odevit.dynamics.cost import count_parameters
 from odevit.model.solvers import NonFiniteStateError
 from odevit.training import checkpoint as ckpt
@@ -120,7 +120,7 @@ class Run:
         self.optimizers = [*map(accelerator.prepare_optimizer, optimizers)]
         self.model = model
         self.average = AveragedWeights(self.model, recipe.optim.ema) if recipe.optim.ema else None
-        self.augment = Augment(AugmentConfig() if data.augmented else recipe.augment, len(data.class_names))
+        self.augment = Augment(data.augment or recipe.augment, len(data.class_names))
         self.log = RunLog(folder, main=accelerator.is_main_process, bar=bar, tensorboard=recipe.loop.tensorboard)
         self.window = Window()
         self.step, self.validated_at, self.saved_at, self.saved_step = 0, -1, 0.0, -1
