@@ -118,6 +118,18 @@ def test_extra_images_teach_without_labels(tmp_path, teacher):
     assert torch.allclose(objective.answers(student, images, rows), expected, atol=1e-4)
 
 
+def test_runs_of_other_seeds_may_share_a_cache(tmp_path, teacher):
+    data = load_data(DataConfig(name="digits", limit=64))
+
+    def logits(seed, **fields):
+        plan = dataclasses.replace(recipe(tmp_path, teacher, cache="logits", **fields), seed=seed)
+        return build(plan, data)[1].cache.logits
+
+    assert not torch.equal(logits(0), logits(1))
+    assert torch.equal(logits(0), logits(1, cache_seed=0))
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
 def test_a_shaken_view_is_a_moved_one_and_keeps_its_answer(tmp_path, teacher):
     """The student's batches differ from the cached views; each is some shift (and mirror image) of its view."""
     data = load_data(DataConfig(name="digits", limit=64))

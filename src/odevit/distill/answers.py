@@ -87,7 +87,7 @@ def build_answers(
         return student, AnswerDistillation(teacher, config)
     transform = Transform(
         image_size=teacher.image_size, mean=teacher.mean, std=teacher.std, augment=recipe.augment,
-        views=config.cache_views, seed=recipe.seed,
+        views=config.cache_views, seed=recipe.seed if config.cache_seed is None else config.cache_seed,
     )  # fmt: skip
     cache = cache_of(config, teacher, data.train, transform)
     if config.extra_images:

@@ -68,6 +68,7 @@ class DistillConfig:
     freeze_head: bool = True  # the teacher's norm and head stay as they are
     cache: str = "none"  # "none" (teacher online); what is kept on disk of its states: "cls", "all", or "logits" alone
     cache_views: int = 1  # augmented versions of each image in the cache; an epoch goes through all of them
+    cache_seed: int | None = None  # of the views; None: the run's own. Runs of other seeds can share a cache
     shake: int = 0  # answers only: the student sees a cached view moved by up to so many pixels, and mirrored or not
     cache_folder: str = "cache"
     cache_top: int = 0  # of each answer, keep so many of the largest logits and the sum of the others; 0: all of it
@@ -195,7 +196,7 @@ def build(
             std=teacher.std or tuple(student.config.image_std),
             augment=recipe.augment,
             views=config.cache_views,
-            seed=recipe.seed,
+            seed=recipe.seed if config.cache_seed is None else config.cache_seed,
         )
         cache = cache_of(config, teacher, data.train, transform)
     traces = sample_traces(student, teacher, cache, data, config.sample)
