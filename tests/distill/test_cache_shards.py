@@ -8,7 +8,7 @@ from odevit.data.splits import MemorySplit
 from odevit.distill import cache as caching
 from odevit.distill.cache import Builder, open_cache
 from odevit.distill.cache_key import Transform
-from odevit.distill.cache_shards import open_shards, shard_bounds
+from odevit.distill.cache_shards import joined, open_shards, shard_bounds
 from odevit.distill.objective import DistillConfig
 from odevit.distill.top import TopLogits
 from odevit.teachers.teacher import tiny_teacher
@@ -79,6 +79,25 @@ def test_another_number_of_processes_builds_nothing_again(teacher, train, tmp_pa
     assert torch.equal(torch.cat(spread), one.sample(8))
     with pytest.raises(ValueError, match=r"4 parts and 3 processes.*divides it"):
         open_shards(tmp_path, teacher, train, transform(views=2), shards=4, mine=Processes(0, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("crop", [1, 0])
+def test_two_sets_of_images_join_so_that_every_process_has_its_slice_of_a_batch(crop, teacher, train, tmp_path):
+    """A batch of 16 takes two rows of each of the 2 x 4 parts; a process reads its half with its answers."""
+    other = MemorySplit(255 - train.images[:40], torch.zeros(40, dtype=torch.long))
+    made = transform(augment=AugmentConfig(crop=crop))
+    both = zip(*(parts_of(tmp_path, teacher, split, made, tokens="logits") for split in (train, other)), strict=True)
+    for rank, caches in enumerate(both):
+        cache = joined(*caches)
+        rows = cache.split.order(16, torch.Generator().manual_seed(0))[:16].chunk(2)[rank]
+        images, _ = cache.split.fetch(rows)
+        whole = torch.cat([train.images, other.images])
+        asked = teacher.answer((images / 255 - 0.4) / 0.3)
+        torch.testing.assert_close(cache.trace(rows).logits, asked, rtol=1e-4, atol=1e-5)
+        if not crop:
+            known = [int((image == whole).flatten(1).all(1).nonzero()) >= IMAGES for image in images]
+            assert known == [False, False, True, True] * 2
 
 
 def test_without_augmentation_the_images_are_the_datas_own(teacher, train, tmp_path):
