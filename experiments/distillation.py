@@ -11,21 +11,29 @@ start the same command again and it goes on where it was; finished arms are only
 `--set data.name=…` gives local data to all arms. Nothing else may run on the machine meanwhile.
 """
 
+import dataclasses
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from studies import run_study, study_parser
 
 from odevit.commands.console import print_table
 from odevit.commands.distill import distill
 from odevit.commands.train import train
+from odevit.data import Data
+from odevit.data.augment import AugmentConfig
+from odevit.distill import answers
+from odevit.distill.answers import AnswerDistillation
 from odevit.recipe import Recipe
 
 
 class Arm(NamedTuple):
     recipe: str
     overrides: tuple[str, ...] = ()
+    shake: int = 0  # pixels by which the student sees a cached view moved, and mirrored or not; lives here only
 
 
 OURS = "cifar10/distill"
@@ -34,6 +42,7 @@ FIXED = (  # the recipe as it was when claims and ablation were run: six steps a
     "loop.anytime=0",
 )  # fmt: skip
 PAPERS_LOSSES = tuple(f"distill.losses.{loss}" for loss in ("cls_path=1", "jasmin=0.1", "patch_path=0", "kl=0"))
+FEW_VIEWS = ("distill.cache_views=1", "data.val_fraction=0.1", "loop.eval_every=100000")
 LAYER, FOUR, SHORT = "model.norm=layer", "model.num_steps=4", "loop.step_schedule=[[0, [2, 3, 4, 5]]]"
 
 
@@ -77,15 +86,10 @@ STUDIES: dict[str, dict[str, Arm]] = {
         }.items()
     },
     "views": {  # what keeps a student from learning its views by heart; few of them, so that minutes show it
-        name: Arm(
-            "cifar10/answers", ("distill.cache_views=1", "data.val_fraction=0.1", "loop.eval_every=100000", *overrides)
-        )
-        for name, overrides in {
-            "one view": (),
-            "one view, shaken by 1": ("distill.shake=1",),
-            "one view, shaken by 2": ("distill.shake=2",),
-            "two views": ("distill.cache_views=2",),
-        }.items()
+        "one view": Arm("cifar10/answers", FEW_VIEWS),
+        "one view, shaken by 1": Arm("cifar10/answers", FEW_VIEWS, shake=1),
+        "one view, shaken by 2": Arm("cifar10/answers", FEW_VIEWS, shake=2),
+        "two views": Arm("cifar10/answers", (*FEW_VIEWS, "distill.cache_views=2")),
     },
     "flow": {"ours, a flow": Arm(OURS), "ours, K = 6 always": before()},
     "schedules": {  # which K to draw, and what else to put on top of it
@@ -99,13 +103,27 @@ STUDIES: dict[str, dict[str, Arm]] = {
 }
 
 
+class ShakenViews(AnswerDistillation):
+    shake = 0
+
+    def training_data(self, data: Data) -> Data:
+        return dataclasses.replace(super().training_data(data), augment=AugmentConfig(crop=self.shake, flip=True))
+
+
+def shaken(pixels: int) -> AbstractContextManager[Any]:
+    """Distillations of answers inside show the student its cached views shaken."""
+    kind = type("Shaken", (ShakenViews,), {"shake": pixels})
+    return mock.patch.object(answers, "AnswerDistillation", kind) if pixels else nullcontext()
+
+
 def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
     """Run an arm to its end, or read it when it has ended; its row of the table."""
     recipe = arm.recipe
     distilled = Recipe.load(recipe).task == "distill"
     finished = (folder / "result.json").exists() and (not distilled or (folder / "comparison.json").exists())
     if not finished and distilled:
-        distill(recipe=recipe, overrides=[*arm.overrides, *overrides], output=folder, resume=True, report=False)
+        with shaken(arm.shake):
+            distill(recipe=recipe, overrides=[*arm.overrides, *overrides], output=folder, resume=True, report=False)
     elif not finished:
         assignments = [*arm.overrides, *(o for o in overrides if not o.startswith("distill.")), f"output={folder}"]
         train(recipe, assignments, resume=True)
@@ -128,7 +146,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     rows = run_study(parser, options, STUDIES[options.study], run_arm, title=options.study)
     columns = ("held-out", "top-1", "agreement", "certified", "flow gap", "parameters", "steps")
-    print_table(f"{options.study}, {options.minutes:g} minutes each, held-out images and test split", rows, headers=columns)
+    print_table(
+        f"{options.study}, {options.minutes:g} minutes each, held-out images and test split", rows, headers=columns
+    )
     return rows
 
 

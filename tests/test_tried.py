@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import distillation as distillation_script
 import pytest
 import skew
 import step_grid
@@ -15,7 +16,9 @@ from test_experiments import SMALL
 from transformers import ViTConfig, ViTForImageClassification
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
-from odevit.data import Batch
+from odevit.data import Batch, DataConfig, load_data
+from odevit.data.augment import AugmentConfig
+from odevit.distill import answers
 from odevit.distill.student import student_of
 from odevit.model import model as model_module
 from odevit.model.solvers import SOLVERS, Grid
@@ -180,3 +183,16 @@ def test_a_start_from_what_the_layers_share() -> None:
     mlp(x).square().sum().backward()
     assert mlp.w2.weight.grad is not None
     assert (mlp.w2.weight.grad.abs().sum(0) > 0).all()  # no hidden unit is dead
+
+
+def test_views_are_shaken_for_the_student_alone() -> None:
+    data = load_data(DataConfig(name="digits", limit=8))
+    cache: Any = SimpleNamespace(split=data.val)
+
+    def seen() -> Any:
+        return answers.AnswerDistillation(None, None, cache).training_data(data)  # type: ignore[arg-type]
+
+    with distillation_script.shaken(2):
+        assert seen().augment == AugmentConfig(crop=2, flip=True)
+        assert seen().train is data.val  # the rows that the teacher has answered
+    assert seen().augment == AugmentConfig()

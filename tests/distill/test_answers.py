@@ -5,12 +5,10 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as nnf
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from odevit.commands.distill import distill_recipe
 from odevit.data import DataConfig, load_data, prepare
-from odevit.data.augment import Augment, AugmentConfig
 from odevit.distill.answers import AnswerDistillation, extra_images
 from odevit.distill.answers import build_answers as build
 from odevit.distill.objective import DistillConfig
@@ -130,40 +128,6 @@ def test_runs_of_other_seeds_may_share_a_cache(tmp_path, teacher):
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_a_shaken_view_is_a_moved_one_and_keeps_its_answer(tmp_path, teacher):
-    """The student's batches differ from the cached views; each is some shift (and mirror image) of its view."""
-    data = load_data(DataConfig(name="digits", limit=64))
-    for flip in (False, True):
-        plan = recipe(tmp_path, teacher, cache="logits", shake=1)
-        plan = dataclasses.replace(plan, augment=AugmentConfig(crop=1, crop_fill="zero", flip=flip))
-        _, objective = build(plan, data)
-        views = objective.training_data(data)
-        assert views.augment == AugmentConfig(crop=1, flip=flip)
-        images, labels = views.train.fetch(torch.arange(32))
-        shaken = Augment(views.augment, 10)(images, labels, seed=0)[0]
-        found = [_offsets(view.float() / 255, seen) for view, seen in zip(images, shaken, strict=True)]
-        assert all(found)
-        assert any((0, 0, False) not in offsets for offsets in found)
-        assert any(all(mirrored for _, _, mirrored in offsets) for offsets in found) == flip
-    _, still = build(dataclasses.replace(plan, distill=dataclasses.replace(plan.distill, shake=0)), data)
-    assert still.training_data(data).augment == AugmentConfig()
-
-
-def _offsets(view, seen):
-    """Shifts by at most a pixel (rows, columns, mirrored) that make `seen` of `view`, by trying all of them."""
-    padded = nnf.pad(view[None], (1, 1, 1, 1), mode="reflect")[0]
-    side = view.shape[-1]
-    cut = {
-        (row, column): padded[:, row : row + side, column : column + side] for row in range(3) for column in range(3)
-    }
-    return [
-        (row - 1, column - 1, mirrored)
-        for (row, column), moved in cut.items()
-        for mirrored in (False, True)
-        if torch.allclose(moved.flip(-1) if mirrored else moved, seen, atol=1e-3)
-    ]
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -173,7 +137,6 @@ def _offsets(view, seen):
             "no labels of these classes",
         ),
         ({"extra_images": "digits"}, "extra_images is for distill.match: answers with distill.cache: logits"),
-        ({"shake": 2}, "shake is for distill.match: answers with distill.cache: logits"),
     ],
 )
 def test_impossible_plans_are_refused(tmp_path, teacher, fields, message):

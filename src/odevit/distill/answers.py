@@ -27,15 +27,13 @@ LOSSES = ("kl", "cross_entropy")
 class AnswerDistillation:
     """The objective: KL to the teacher's answers, cached or online, and cross-entropy where labels may be used."""
 
-    def __init__(self, teacher: Answerer, config: Any, cache: Cache | None = None, flip: bool = False):
-        self.teacher, self.config, self.cache, self.flip = teacher, config, cache, flip
+    def __init__(self, teacher: Answerer, config: Any, cache: Cache | None = None):
+        self.teacher, self.config, self.cache = teacher, config, cache
 
     def training_data(self, data: Data) -> Data:
-        """With a cache the training images are its views, augmented already: what is left is to shake them."""
-        if self.cache is None:
-            return data
-        shaken = AugmentConfig(crop=self.config.shake, flip=self.flip and self.config.shake > 0)
-        return dataclasses.replace(data, train=self.cache.split, augment=shaken)
+        """With a cache the training images are its views, and are augmented already."""
+        done = AugmentConfig()
+        return data if self.cache is None else dataclasses.replace(data, train=self.cache.split, augment=done)
 
     def stage(self, progress: float) -> str:
         return "answers"
@@ -92,7 +90,7 @@ def build_answers(
     cache = cache_of(config, teacher, data.train, transform)
     if config.extra_images:
         cache = joined(cache, cache_of(config, teacher, extra_images(data.train, config.extra_images), transform))
-    return student, AnswerDistillation(teacher, config, cache, flip=recipe.augment.flip)
+    return student, AnswerDistillation(teacher, config, cache)
 
 
 def extra_images(train: Split, name: str) -> MemorySplit:

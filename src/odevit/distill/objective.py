@@ -69,7 +69,6 @@ class DistillConfig:
     cache: str = "none"  # "none" (teacher online); what is kept on disk of its states: "cls", "all", or "logits" alone
     cache_views: int = 1  # augmented versions of each image in the cache; an epoch goes through all of them
     cache_seed: int | None = None  # of the views; None: the run's own. Runs of other seeds can share a cache
-    shake: int = 0  # answers only: the student sees a cached view moved by up to so many pixels, and mirrored or not
     cache_folder: str = "cache"
     cache_top: int = 0  # of each answer, keep so many of the largest logits and the sum of the others; 0: all of it
     cache_shards: int = 1  # parts of the cache, of which each of torchrun's processes builds and reads its own
@@ -103,9 +102,8 @@ class DistillConfig:
             )
         if self.prompts and self.match != "path":
             raise ValueError("distill.prompts are for distill.match: path")
-        for name in ("extra_images", "shake"):
-            if getattr(self, name) and (self.match, self.cache) != ("answers", "logits"):
-                raise ValueError(f"distill.{name} is for distill.match: answers with distill.cache: logits")
+        if self.extra_images and (self.match, self.cache) != ("answers", "logits"):
+            raise ValueError("distill.extra_images is for distill.match: answers with distill.cache: logits")
 
     def _check_cache(self) -> None:
         if self.cache_top < 0:
