@@ -11,7 +11,6 @@ from torch import Tensor
 from odevit.data import Data, DataConfig, load_data
 from odevit.data.augment import AugmentConfig
 from odevit.data.splits import MemorySplit, Split
-from odevit.distill.cache_key import Transform
 from odevit.distill.cache_shards import Cache, cache_of, joined
 from odevit.distill.losses import answer_divergence
 from odevit.distill.split_teacher import shard_teacher_
@@ -83,13 +82,10 @@ def build_answers(
         raise ValueError("distill.extra_images have no labels of these classes: set the weight of cross_entropy to 0")
     if config.cache == "none":
         return student, AnswerDistillation(teacher, config)
-    transform = Transform(
-        image_size=teacher.image_size, mean=teacher.mean, std=teacher.std, augment=recipe.augment,
-        views=config.cache_views, seed=recipe.seed if config.cache_seed is None else config.cache_seed,
-    )  # fmt: skip
-    cache = cache_of(config, teacher, data.train, transform)
+    cache = cache_of(recipe, teacher, data.train, teacher.mean, teacher.std)
     if config.extra_images:
-        cache = joined(cache, cache_of(config, teacher, extra_images(data.train, config.extra_images), transform))
+        more = extra_images(data.train, config.extra_images)
+        cache = joined(cache, cache_of(recipe, teacher, more, teacher.mean, teacher.std))
     return student, AnswerDistillation(teacher, config, cache)
 
 

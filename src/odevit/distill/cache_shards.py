@@ -25,8 +25,17 @@ from odevit.distill.top import TopLogits
 from odevit.training.sharding import Processes, processes
 
 
-def cache_of(config: Any, teacher: Any, train: Split, transform: Transform) -> "Cache":
-    """The cache that a `DistillConfig` asks for, of this process."""
+def cache_of(recipe: Any, teacher: Any, train: Split, mean: tuple[float, ...], std: tuple[float, ...]) -> "Cache":
+    """The cache that a recipe asks for, of this process. mean, std: in which the teacher sees its images."""
+    config = recipe.distill
+    transform = Transform(
+        image_size=teacher.image_size,
+        mean=mean,
+        std=std,
+        augment=recipe.augment,
+        views=config.cache_views,
+        seed=recipe.seed if config.cache_seed is None else config.cache_seed,
+    )
     options: dict[str, Any] = {"tokens": config.cache, "top": config.cache_top, "temperature": config.kl_temperature}
     if config.cache_shards == 1:
         return open_cache(config.cache_folder, teacher, train, transform, **options)

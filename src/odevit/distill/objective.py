@@ -18,7 +18,6 @@ from torch import Tensor
 from odevit.data import Data, derive_seed
 from odevit.data.augment import AugmentConfig
 from odevit.distill.cache import CachedTrace
-from odevit.distill.cache_key import Transform
 from odevit.distill.cache_shards import Cache, ShardedCache, cache_of, evenly
 from odevit.distill.losses import LOSSES, Meeting
 from odevit.distill.meeting import (
@@ -188,15 +187,8 @@ def build(
         shard_teacher_(config, recipe.loop.monitor_every, teacher)
     cache = None
     if config.cache != "none":
-        transform = Transform(
-            image_size=teacher.image_size,
-            mean=teacher.mean or tuple(student.config.image_mean),
-            std=teacher.std or tuple(student.config.image_std),
-            augment=recipe.augment,
-            views=config.cache_views,
-            seed=recipe.seed if config.cache_seed is None else config.cache_seed,
-        )
-        cache = cache_of(config, teacher, data.train, transform)
+        mean, std = (teacher.mean or tuple(student.config.image_mean)), (teacher.std or tuple(student.config.image_std))
+        cache = cache_of(recipe, teacher, data.train, mean, std)
     traces = sample_traces(student, teacher, cache, data, config.sample)
     if isinstance(cache, ShardedCache):
         statistics = measure_teacher(traces, lambda tensor: summed(tensor, device))
