@@ -242,7 +242,8 @@ class Builder:
         for (view, start, end), (images, labels) in _shown(zip(todo, fetched, strict=True), len(todo)):
             seed = derive_seed(self.transform.seed, "view", view, self.start + start)
             pixels = as_bytes(augment(images, labels, seed=seed)[0])
-            rows = {"images": pixels, "labels": labels, **self.observe(pixels)}
+            with self.transform.autocast(next(self.teacher.parameters()).device):
+                rows = {"images": pixels, "labels": labels, **self.observe(pixels)}
             try:
                 for name, column in self.columns.items():
                     column.append(rows[name])
@@ -266,7 +267,7 @@ class Builder:
             return self.answers(logits)
         for batch in pixels.split(TEACHER_BATCH):
             trace = self.teacher.trace(prepare(batch.to(device), transform.image_size, transform.mean, transform.std))
-            states.append(torch.stack([state[:, : self.kept] for state in trace.states], dim=1).cpu())
+            states.append(torch.stack([state[:, : self.kept].float() for state in trace.states], dim=1).cpu())
             if trace.logits is not None:
                 logits.append(trace.logits.float().cpu())
         largest = max(float(part.abs().max()) for part in states)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +28,12 @@ class Transform:
     augment: AugmentConfig
     views: int = 1  # augmented versions of each image
     seed: int = 0
+    precision: str = "no"  # "bf16" or "fp16": the teacher runs under autocast
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context in which the teacher runs."""
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return torch.autocast(device.type, kinds[self.precision]) if self.precision in kinds else nullcontext()
 
     def __post_init__(self) -> None:
         mixes = [name for name in MIXES if getattr(self.augment, name)]
@@ -49,6 +56,9 @@ def describe(
 ) -> dict[str, Any]:
     """Everything that the rows of a cache depend on. As many top logits as there are classes are all of them."""
     kept = {"top": [top, temperature]} if 0 < top < teacher.num_labels else {}
+    fields = asdict(transform)
+    if transform.precision == "no":  # as in the keys of caches that were built before there was another
+        del fields["precision"]
     return {
         "format": FORMAT,
         "teacher": teacher.checksum(),
@@ -56,7 +66,7 @@ def describe(
         "family": teacher.family,
         "patch_size": None if tokens == "logits" else teacher.patch_size,
         "data": digest(train),
-        "transform": json.loads(json.dumps(asdict(transform))),
+        "transform": json.loads(json.dumps(fields)),
         "tokens": tokens,
         **kept,
     }

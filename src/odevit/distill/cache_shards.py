@@ -22,6 +22,7 @@ from odevit.distill.cache import CachedTrace, TrajectoryCache, open_cache, open_
 from odevit.distill.cache_key import Transform, describe
 from odevit.distill.split_teacher import Lockstep
 from odevit.distill.top import TopLogits
+from odevit.training.claim import precision_of
 from odevit.training.sharding import Processes, processes
 
 
@@ -35,6 +36,7 @@ def cache_of(recipe: Any, teacher: Any, train: Split, mean: tuple[float, ...], s
         augment=recipe.augment,
         views=config.cache_views,
         seed=recipe.seed if config.cache_seed is None else config.cache_seed,
+        precision=precision_of(recipe.loop),
     )
     options: dict[str, Any] = {"tokens": config.cache, "top": config.cache_top, "temperature": config.kl_temperature}
     if config.cache_shards == 1:

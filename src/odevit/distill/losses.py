@@ -95,6 +95,7 @@ def answer_divergence(student: Tensor, teacher: Tensor | TopLogits, temperature:
     """KL(teacher ‖ student) of logits (b, classes) at a temperature, times its square (Hinton et al. 2015).
 
     Of a teacher of whom only the top is known: over these classes and all the others as one, see `top`."""
+    student = student.float()  # autocast on a CPU would take the logarithms in half precision
     if isinstance(teacher, TopLogits):
         said, meant = lumped(student, teacher, temperature)
     else:

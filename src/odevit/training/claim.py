@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from odevit.atomic import write_file
 from odevit.training.checkpoint import recover_folders
-from odevit.training.config import RunConfig
+from odevit.training.config import LoopConfig, RunConfig
 from odevit.training.heartbeat import heartbeat
 from odevit.training.runlog import METRICS, TIMING
 
@@ -112,16 +112,20 @@ def prepare_folder(config: RunConfig, accelerator: Any, *, resume: bool) -> None
     accelerator.wait_for_everyone()
 
 
+def precision_of(loop: LoopConfig) -> str:
+    """The mixed precision that a run has on this machine: "no", "bf16" or "fp16"."""
+    if loop.mixed_precision != "auto":
+        return loop.mixed_precision
+    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+
+
 def _accelerator(config: RunConfig) -> Any:
     from accelerate import Accelerator, DistributedDataParallelKwargs
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()  # a process may run several recipes, of different precision
-    precision = config.loop.mixed_precision
-    if precision == "auto":
-        precision = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
     # an objective may leave parts of the model out, for example the head while states are being matched
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     # without an accelerator device, accelerate joins a group of torchrun's processes only when told to use the CPU
     cpu = not torch.accelerator.is_available()
-    return Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[unused])
+    return Accelerator(mixed_precision=precision_of(config.loop), cpu=cpu, kwargs_handlers=[unused])
