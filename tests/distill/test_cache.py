@@ -17,7 +17,7 @@ from odevit.data.augment import Augment, AugmentConfig
 from odevit.data.splits import MemorySplit
 from odevit.distill import cache as caching
 from odevit.distill.cache import Builder, as_bytes, open_cache
-from odevit.distill.cache_key import Transform, digest
+from odevit.distill.cache_key import Transform, describe, digest
 from odevit.teachers.teacher import load_teacher, tiny_teacher
 
 SMALL_CHUNK = 24  # so that a few images make several chunks
@@ -148,6 +148,23 @@ def test_size_told_is_the_size_written(teacher, train, tmp_path):
     assert size > 500
 
 
+def test_a_teacher_may_run_in_bfloat16(teacher, train, tmp_path):
+    rows = torch.arange(IMAGES)
+    exact, rounded = (
+        open_cache(tmp_path, teacher, train, transform(precision=kind), say=lambda text: None).trace(rows)
+        for kind in ("no", "bf16")
+    )
+    for before, after in zip([*exact.states, exact.logits], [*rounded.states, rounded.logits], strict=True):
+        assert after.dtype == torch.float32
+        assert (after - before).norm() <= 0.03 * before.norm()
+    assert not torch.equal(exact.logits, rounded.logits)
+
+
+def test_the_key_of_float32_is_that_of_caches_before_there_was_another(teacher, train):
+    assert "precision" not in describe(teacher, train, transform(), "cls")["transform"]
+    assert describe(teacher, train, transform(precision="bf16"), "cls")["transform"]["precision"] == "bf16"
+
+
 @pytest.mark.slow
 def test_every_ingredient_changes_the_key(teacher, train, tmp_path):
     def folder(teacher=teacher, train=train, transform=AUGMENTED, tokens="cls"):
@@ -173,6 +190,7 @@ def test_every_ingredient_changes_the_key(teacher, train, tmp_path):
         {"views": 3},
         {"seed": 4},
         {"augment": AugmentConfig(crop=1, flip=True)},
+        {"precision": "bf16"},
     ):
         changed.append(folder(transform=dataclasses.replace(AUGMENTED, **changes)))
     assert len(set(changed)) == len(changed)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import one_hot
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
-from odevit.distill.losses import LOSSES, Meeting
+from odevit.distill.losses import LOSSES, Meeting, answer_divergence
 from odevit.distill.meeting import unroll
 
 PATCHES, REGISTERS, CLASSES, LAYERS = 4, 2, 5, 3
@@ -121,6 +121,15 @@ def test_attention_and_answers_in_closed_form():
     expected = -(math.log(0.4) + math.log(0.6) + 0.5 * (math.log(0.4) + math.log(0.6))) / 3
     known = meet(model, logits=q.log().expand(3, 2), targets=targets)
     assert value("cross_entropy", known) == pytest.approx(expected, rel=1e-5)
+
+
+def test_answers_are_compared_in_float32_under_autocast():
+    student, teacher = torch.randn(64, 5), torch.randn(64, 5)
+    exact = answer_divergence(student.bfloat16().float(), teacher, 2.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = answer_divergence(student.bfloat16(), teacher, 2.0)
+    assert seen.dtype == torch.float32
+    assert float(seen) == pytest.approx(float(exact), rel=1e-6)
 
 
 def test_only_cross_entropy_reads_the_labels():

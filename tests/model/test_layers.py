@@ -102,6 +102,19 @@ def test_fused_and_explicit_gradients_agree(kind):
         assert fused.abs().max() > 0
 
 
+def test_under_autocast_on_a_cpu_no_fused_kernel_runs(monkeypatch):
+    layer, x = attention("softmax").float(), tokens().float()
+    expected = layer(x)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", None)  # whoever calls it fails
+    with pytest.raises(TypeError):
+        layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = layer(x)
+    assert seen.dtype == torch.bfloat16
+    error = (seen.float() - expected).abs().max() / expected.abs().max()
+    assert 0 < error < 0.03  # a few roundings to eight bits
+
+
 def test_softmax_attention_is_its_formula():
     layer, x = attention("softmax", bias=True), tokens()
     heads = []

@@ -32,6 +32,7 @@ from odevit.data.splits import MemorySplit, Split
 from odevit.distill.cache_key import Transform, describe
 from odevit.distill.top import TopLogits, keep_top
 from odevit.parse import UnreadableError, read_json
+from odevit.training.precision import autocast
 
 TOKENS = ("cls", "all", "logits")  # of a state: CLS, all of them, or no states at all
 META = "meta.json"
@@ -242,7 +243,7 @@ class Builder:
         for (view, start, end), (images, labels) in _shown(zip(todo, fetched, strict=True), len(todo)):
             seed = derive_seed(self.transform.seed, "view", view, self.start + start)
             pixels = as_bytes(augment(images, labels, seed=seed)[0])
-            with self.transform.autocast(next(self.teacher.parameters()).device):
+            with autocast(self.transform.precision, next(self.teacher.parameters()).device):
                 rows = {"images": pixels, "labels": labels, **self.observe(pixels)}
             try:
                 for name, column in self.columns.items():

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,12 +27,7 @@ class Transform:
     augment: AugmentConfig
     views: int = 1  # augmented versions of each image
     seed: int = 0
-    precision: str = "no"  # "bf16" or "fp16": the teacher runs under autocast
-
-    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context in which the teacher runs."""
-        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return torch.autocast(device.type, kinds[self.precision]) if self.precision in kinds else nullcontext()
+    precision: str = "no"  # of the teacher's arithmetic
 
     def __post_init__(self) -> None:
         mixes = [name for name in MIXES if getattr(self.augment, name)]

@@ -22,7 +22,7 @@ from odevit.distill.cache import CachedTrace, TrajectoryCache, open_cache, open_
 from odevit.distill.cache_key import Transform, describe
 from odevit.distill.split_teacher import Lockstep
 from odevit.distill.top import TopLogits
-from odevit.training.claim import precision_of
+from odevit.training.precision import precision_of
 from odevit.training.sharding import Processes, processes
 
 

@@ -20,6 +20,7 @@ from odevit.teachers.teacher import Teacher, load_teacher
 from odevit.training.classifiers import build_classifier
 from odevit.training.config import LoopConfig, OptimConfig
 from odevit.training.integration import parse_setting
+from odevit.training.precision import autocast, precision_of
 
 BACKWARD = 2  # a backward pass costs twice its forward pass: one product for the input, one for the weights
 BYTES = 4  # of a float32
@@ -230,9 +231,11 @@ def images_per_second(student: Any, teacher: Teacher | None, recipe: Any, macs: 
     ]
     done, began = 0, time.perf_counter()
     while time.perf_counter() - began < seconds or done < len(settings):
-        student(images, **settings[done % len(settings)]).logits.square().sum().backward()
+        with autocast(precision_of(recipe.loop), images.device):
+            logits = student(images, **settings[done % len(settings)]).logits
+            if teacher is not None:
+                teacher.answer(torch.randn(count, teacher.num_channels, teacher.image_size, teacher.image_size))
+        logits.float().square().sum().backward()
         student.zero_grad()
-        if teacher is not None:
-            teacher.answer(torch.randn(count, teacher.num_channels, teacher.image_size, teacher.image_size))
         done += 1
     return done * count / (time.perf_counter() - began)

@@ -1,6 +1,7 @@
 """Before a run: a folder that no other run has, and the device and processes it will use."""
 
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,8 +12,9 @@ from filelock import FileLock, Timeout
 
 from odevit.atomic import write_file
 from odevit.training.checkpoint import recover_folders
-from odevit.training.config import LoopConfig, RunConfig
+from odevit.training.config import RunConfig
 from odevit.training.heartbeat import heartbeat
+from odevit.training.precision import precision_of, slow_on
 from odevit.training.runlog import METRICS, TIMING
 
 LOCK = ".lock"
@@ -112,13 +114,6 @@ def prepare_folder(config: RunConfig, accelerator: Any, *, resume: bool) -> None
     accelerator.wait_for_everyone()
 
 
-def precision_of(loop: LoopConfig) -> str:
-    """The mixed precision that a run has on this machine: "no", "bf16" or "fp16"."""
-    if loop.mixed_precision != "auto":
-        return loop.mixed_precision
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
-
-
 def _accelerator(config: RunConfig) -> Any:
     from accelerate import Accelerator, DistributedDataParallelKwargs
     from accelerate.state import AcceleratorState
@@ -128,4 +123,9 @@ def _accelerator(config: RunConfig) -> Any:
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     # without an accelerator device, accelerate joins a group of torchrun's processes only when told to use the CPU
     cpu = not torch.accelerator.is_available()
-    return Accelerator(mixed_precision=precision_of(config.loop), cpu=cpu, kwargs_handlers=[unused])
+    precision = precision_of(config.loop)
+    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[unused])
+    if accelerator.is_main_process and slow_on(precision, accelerator.device):
+        told = f"loop.mixed_precision={precision}: this processor has no matrix products in 16 bits, "
+        print(told + "likely slower than loop.mixed_precision=no", file=sys.stderr, flush=True)
+    return accelerator

@@ -62,7 +62,8 @@ class LoopConfig:
     checkpoint_minutes: float = 10.0  # and at the latest after so many minutes
     keep: int = 2  # checkpoints kept; the older one is the way back when the newest is damaged
     eval_batch_size: int = 256
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"  # auto: bf16 on GPUs that have it, else no
+    # auto: bf16 on GPUs that have it, else no. On a CPU with AVX-512 BF16 or AMX bf16 is twice as fast as no, too
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     recompute: bool = False  # run each solver step again in the backward pass: less memory, slower
     compile: bool = False  # torch.compile of each field
     fsdp: bool = False  # split the model among torchrun's processes (FSDP2) instead of a copy each: for large teachers
