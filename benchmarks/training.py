@@ -7,6 +7,7 @@
     need_weights=True, the map of every step kept in a list, torchdiffeq's Euler; same weights, same outputs
 (c) peak memory of a step with gradient checkpointing against the published way
 (d) the input pipeline (fetch, crop and flip, resize and normalise) against the step
+Beside them: the same step in bfloat16 (`loop.mixed_precision=bf16`), which some processors multiply faster.
 
 All candidates take turns in every round; a ratio is the median over rounds of the ratio within a round, so that a busy
 machine favours none of them. On one thread the clock is the CPU time of this process, otherwise it is the wall clock.
@@ -38,6 +39,7 @@ from odevit.data.splits import MemorySplit
 from odevit.model.model import OdeViTForImageClassification
 from odevit.training.config import OptimConfig
 from odevit.training.optim import build_optimizers
+from odevit.training.precision import autocast
 
 aten = torch.ops.aten
 SIDE, CLASSES = 32, 10
@@ -177,14 +179,18 @@ class MatrixMultiplies:
 class Step:
     """A training step of a model: forward, backward, AdamW."""
 
-    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, clock: Callable[[], float]):
-        self.model, self.images, self.labels, self.clock = model, images, labels, clock
+    def __init__(
+        self, model: nn.Module, images: Tensor, labels: Tensor, clock: Callable[[], float], precision: str = "no"
+    ):
+        self.model, self.images, self.labels, self.clock, self.precision = model, images, labels, clock, precision
         self.optimizers = build_optimizers(model, OptimConfig(steps=1, lr=1e-4))
 
     def __call__(self) -> float:
         before = self.clock()
-        output = self.model(self.images)
-        nnf.cross_entropy(output if isinstance(output, Tensor) else output.logits, self.labels).backward()
+        with autocast(self.precision, "cpu"):
+            output = self.model(self.images)
+            loss = nnf.cross_entropy(output if isinstance(output, Tensor) else output.logits, self.labels)
+        loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -230,12 +236,14 @@ def candidates(options: argparse.Namespace, clock: Callable[[], float]) -> dict[
     published, frugal = PublishedModel(model).train(), copy.deepcopy(model)
     torch.testing.assert_close(published(images), model(images).logits, rtol=1e-4, atol=1e-4)
     frugal.gradient_checkpointing_enable({"use_reentrant": False})
-    models = {"ours": model, "published": published, "checkpointed": frugal}
+    models = {"ours": model, "published": published, "checkpointed": frugal, "bfloat16": copy.deepcopy(model)}
     if options.compile:
         models["compiled"] = copy.deepcopy(model)
         for field in models["compiled"].odevit.fields:  # type: ignore[union-attr]
             field.compile()
-    return {name: Step(m, images, labels, clock) for name, m in models.items()}
+    return {
+        name: Step(m, images, labels, clock, "bf16" if name == "bfloat16" else "no") for name, m in models.items()
+    }
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -308,7 +316,7 @@ def report(
         rate = f"{flops / middle / 1e9:7.1f} Gflop/s" if name in ("ours", "multiplies", "compiled") else ""
         peak = f"{memory[name] / 2**20:7.1f} MiB at the peak" if name in memory else ""
         print(f"{name:14} {1e3 * middle:8.1f} ms  {rate:16} {peak}")
-    for name in ("checkpointed", "compiled"):
+    for name in ("checkpointed", "bfloat16", "compiled"):
         if name in seconds:
             print(f"{name} against ours: {ratio(seconds, 'ours', name):.2f}× the images per second")
     ceiling = ratio(seconds, "published", "multiplies")
