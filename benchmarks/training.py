@@ -241,9 +241,7 @@ def candidates(options: argparse.Namespace, clock: Callable[[], float]) -> dict[
         models["compiled"] = copy.deepcopy(model)
         for field in models["compiled"].odevit.fields:  # type: ignore[union-attr]
             field.compile()
-    return {
-        name: Step(m, images, labels, clock, "bf16" if name == "bfloat16" else "no") for name, m in models.items()
-    }
+    return {name: Step(m, images, labels, clock, "bf16" if name == "bfloat16" else "no") for name, m in models.items()}
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
