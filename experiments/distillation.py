@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 from studies import run_study, study_parser
 
 from odevit.commands.console import print_table
 from odevit.commands.distill import distill
 from odevit.commands.train import train
 from odevit.data import Data
-from odevit.data.augment import AugmentConfig
+from odevit.data.augment import Augment, AugmentConfig
+from odevit.data.splits import MemorySplit, Split
 from odevit.distill import answers
 from odevit.distill.answers import AnswerDistillation
+from odevit.distill.cache import as_bytes
 from odevit.recipe import Recipe
 
 
@@ -34,6 +37,7 @@ class Arm(NamedTuple):
     recipe: str
     overrides: tuple[str, ...] = ()
     shake: int = 0  # pixels by which the student sees a cached view moved, and mirrored or not; lives here only
+    mixtures: bool = False  # the extra images are mixtures of the training images; lives here only
 
 
 OURS = "cifar10/distill"
@@ -91,6 +95,12 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "one view, shaken by 2": Arm("cifar10/answers", FEW_VIEWS, shake=2),
         "two views": Arm("cifar10/answers", (*FEW_VIEWS, "distill.cache_views=2")),
     },
+    "transfer": {  # what other images are worth, at as many rows of the teacher's answers: --set distill.cache_seed=0
+        "twelve views": Arm("cifar10/answers", ("distill.cache_views=12",)),
+        "six views": Arm("cifar10/answers"),
+        "six views, and of CIFAR-100's images": Arm("cifar10/answers", ("distill.extra_images=uoft-cs/cifar100",)),
+        "six views, and of mixtures": Arm("cifar10/answers", ("distill.extra_images=mixtures",), mixtures=True),
+    },
     "flow": {"ours, a flow": Arm(OURS), "ours, K = 6 always": before()},
     "schedules": {  # which K to draw, and what else to put on top of it
         "K = 6 always": before(LAYER),
@@ -116,13 +126,26 @@ def shaken(pixels: int) -> AbstractContextManager[Any]:
     return mock.patch.object(answers, "AnswerDistillation", kind) if pixels else nullcontext()
 
 
+def mixtures_of(train: Split, name: str) -> MemorySplit:
+    """As many images as there are: pairs of strangers, mixed (mixup) or with a rectangle exchanged (cutmix)."""
+    strangers = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    images, labels = train.fetch(strangers)
+    mixed, _ = Augment(AugmentConfig(mixup=1, cutmix=1), int(labels.max()) + 1)(images, labels, seed=0)
+    return MemorySplit(as_bytes(mixed), torch.zeros_like(labels), [])
+
+
+def mixing(wanted: bool) -> AbstractContextManager[Any]:
+    """Distillations of answers inside have mixtures for extra images."""
+    return mock.patch.object(answers, "extra_images", mixtures_of) if wanted else nullcontext()
+
+
 def run_arm(arm: Arm, overrides: list[str], folder: Path) -> dict[str, Any]:
     """Run an arm to its end, or read it when it has ended; its row of the table."""
     recipe = arm.recipe
     distilled = Recipe.load(recipe).task == "distill"
     finished = (folder / "result.json").exists() and (not distilled or (folder / "comparison.json").exists())
     if not finished and distilled:
-        with shaken(arm.shake):
+        with shaken(arm.shake), mixing(arm.mixtures):
             distill(recipe=recipe, overrides=[*arm.overrides, *overrides], output=folder, resume=True, report=False)
     elif not finished:
         assignments = [*arm.overrides, *(o for o in overrides if not o.startswith("distill.")), f"output={folder}"]

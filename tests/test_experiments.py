@@ -169,7 +169,7 @@ def test_distillation_arms_share_the_work_and_are_only_read_once_they_are_done(
 @pytest.mark.parametrize("study", distillation_script.STUDIES)
 def test_every_arm_is_a_valid_recipe_and_differs_from_the_others(study: str) -> None:
     arms = distillation_script.STUDIES[study].values()
-    made = [(str(Recipe.load(arm.recipe, list(arm.overrides)).to_dict()), arm.shake) for arm in arms]
+    made = [(str(Recipe.load(arm.recipe, list(arm.overrides)).to_dict()), arm.shake, arm.mixtures) for arm in arms]
     assert len(set(made)) == len(made)
 
 

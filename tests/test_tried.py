@@ -196,3 +196,24 @@ def test_views_are_shaken_for_the_student_alone() -> None:
         assert seen().augment == AugmentConfig(crop=2, flip=True)
         assert seen().train is data.val  # the rows that the teacher has answered
     assert seen().augment == AugmentConfig()
+
+
+def test_mixtures_are_of_strangers_and_have_no_label() -> None:
+    train = load_data(DataConfig(name="digits", limit=64)).train
+    with distillation_script.mixing(True):
+        made = answers.extra_images(train, "mixtures")
+        again = answers.extra_images(train, "mixtures")
+    images, originals = made.images.float(), train.fetch(torch.arange(len(train)))[0].float()
+    assert made.images.shape == originals.shape
+    assert made.images.dtype == torch.uint8
+    assert torch.equal(made.images, again.images)
+    assert not made.labels.any()
+    nearest = torch.cdist(images.flatten(1), originals.flatten(1)).min(dim=1).values
+    assert (nearest > 1).float().mean() > 0.8  # few are left as they were
+    # pixel by pixel, a mixture lies between the two strangers it is of
+    strangers = originals[torch.randperm(len(train), generator=torch.Generator().manual_seed(0))]
+    partners = strangers[torch.arange(len(train) // 2 * 2) ^ 1]
+    pairs = torch.stack([strangers[: len(partners)], partners])
+    mixed = images[: len(partners)]
+    assert ((mixed >= pairs.amin(0) - 1) & (mixed <= pairs.amax(0) + 1)).all()
+    assert answers.extra_images is not distillation_script.mixtures_of
