@@ -55,6 +55,7 @@ Arm = tuple[dict[str, Any], dict[str, Any]]  # fields of the model, and of the l
 # One change each to the recipe cifar10/scratch (rates go together), chosen on held-out training images.
 SCREENED: dict[str, list[str]] = {
     "as it is": [],
+    "bfloat16": ["loop.mixed_precision=bf16"],
     "batch 64": ["optim.batch_size=64"],
     "batch 256": ["optim.batch_size=256"],
     "Muon's rate 8e-3": ["optim.muon_lr=8e-3"],
