@@ -95,7 +95,8 @@ def answer_divergence(student: Tensor, teacher: Tensor | TopLogits, temperature:
     """KL(teacher ‖ student) of logits (b, classes) at a temperature, times its square (Hinton et al. 2015).
 
     Of a teacher of whom only the top is known: over these classes and all the others as one, see `top`."""
-    student = student.float()  # autocast on a CPU would take the logarithms in half precision
+    wide = torch.promote_types(student.dtype, torch.float32)  # autocast on a CPU would take logarithms in 16 bits
+    student = student.to(wide)
     if isinstance(teacher, TopLogits):
         said, meant = lumped(student, teacher, temperature)
     else:
