@@ -9,6 +9,7 @@ import contraction_verdict
 import distillation as distillation_script
 import flow as flow_script
 import headlines
+import lift
 import pytest
 import small_teachers
 import stability as stability_script
@@ -18,7 +19,11 @@ from problems import tiny_model
 from studies import rank_interval
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
+from odevit.data import load_data
+from odevit.distill.cache_shards import cache_of
 from odevit.recipe import Recipe
+from odevit.teachers.teacher import load_teacher
+from odevit.training.classifiers import load_odevit
 
 SMALL = ["data.name=digits", "data.image_size=8", "model.image_size=8", "model.patch_size=2", "model.num_channels=1"]
 
@@ -124,8 +129,8 @@ def test_the_verdict_follows_the_numbers(ratio: float, agreement: float, words: 
 
 
 @pytest.fixture
-def distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script's main on a toy: 80 random images in two classes, a ViT of two blocks, a hundredth of a minute."""
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Options of a study: 80 random images in two classes, a ViT of two blocks, a hundredth of a minute."""
     from PIL import Image
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -144,8 +149,41 @@ def distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     shared = [f"data.name={tmp_path}/data", "data.val_fraction=0.1", "optim.batch_size=16"]
     shared += [f"distill.teacher={tmp_path}/teacher", "distill.sample=16"]
     options = ["--minutes", "0.001", "--output", str(tmp_path / "runs")]
-    options += [word for value in shared for word in ("--set", value)]
-    return lambda *words: distillation_script.main([*words, *options])
+    return options + [word for value in shared for word in ("--set", value)]
+
+
+@pytest.fixture
+def distillation(toy: list[str]) -> Any:
+    return lambda *words: distillation_script.main([*words, *toy])
+
+
+@pytest.mark.slow
+def test_a_lift_meets_the_teachers_normed_cls(toy: list[str], tmp_path: Path) -> None:
+    small = ["model.hidden_size=16", "model.num_attention_heads=2", "distill.cache_views=1"]
+    small += [f"distill.cache_folder={tmp_path}/cache", "loop.step_schedule=[[0, 2]]"]
+    rows = lift.main(["lift", *toy, *(word for value in small for word in ("--set", value))])
+    assert set(rows) == {f"{name} (seed 0)" for name in lift.STUDIES["lift"]}
+    teacher = load_teacher(str(tmp_path / "teacher"))
+    runs = {path.parent.name: path for path in (tmp_path / "runs").rglob("result.json")}
+    models = {name: load_odevit(str(path.parent / "model")) for name, path in runs.items()}
+    frozen = models["lift-drawn-to-CLS-teachers-head-seed0"]
+    assert torch.equal(frozen.classifier.weight, teacher.parts().head_weight)
+    assert frozen.projection.weight.shape == (24, 16)
+    assert models["answers-alone-seed0"].classifier.weight.shape == (2, 16)
+    assert not torch.equal(models["lift-drawn-to-CLS-seed0"].projection.weight, models["lift-seed0"].projection.weight)
+    # what the student is drawn to is what the teacher's head reads
+    images = torch.randn(3, 3, 96, 96)
+    recipe = lift.recipe_of([f"data.name={tmp_path}/data", *small, "data.val_fraction=0.1", "distill.sample=16"])
+    data = load_data(recipe.data)
+    assert recipe.distill is not None
+    cache = cache_of(recipe, teacher, data.train, tuple(data.mean), tuple(data.std))
+    objective = lift.LiftedAnswers(teacher, recipe.distill, cache, 1.0)
+    trace = teacher.trace(images)
+    parts = teacher.parts()
+    assert parts.head_weight is not None
+    read = objective.read(trace.states[-1]) @ parts.head_weight.mT + parts.head_bias
+    torch.testing.assert_close(read, trace.logits)
+    assert objective.variance > 0
 
 
 def test_distillation_arms_share_the_work_and_are_only_read_once_they_are_done(
