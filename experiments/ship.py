@@ -32,12 +32,7 @@ from odevit.training.checkpoint import recover_folders, write_folder
 from odevit.training.classifiers import load_odevit
 from odevit.training.evaluation import certified_accuracy, evaluate, model_input
 
-ALPHAS = (
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-)  # of stopping early: the least that the validation images can prove
+ALPHAS = (0.01, 0.02, 0.03, 0.05)  # of stopping early; the least that the validation images can prove is shipped
 
 CARD = """\
 ---
@@ -63,7 +58,7 @@ An ODE-ViT: one shared attention + MLP block, integrated over time. {about}
 | command | `{command}` |
 
 Accuracy by number of steps: {by_steps}.
-
+{table}
 **Intended use**: learning and research on Vision Transformers as flows; a start for fine-tuning on small images.
 **Limits**: images like those it was trained on, of {size} × {size} pixels; nothing else was measured.
 """
@@ -119,10 +114,11 @@ def _fill(
         "held_out": held_out(recipe),
     }  # fmt: skip
     text = CARD.format(
-        **{key: value for key, value in entry.items() if key != "flow"}, proven=proven(certified),
-        stops=in_words(halting, entry["num_steps"]), about=about, gap=100 * flow["gap"], gap_images=flow["images"],
-        spread=100 * flow["spread"], minutes=result["seconds"] / 60, size=model.config.image_size,
+        **{key: value for key, value in entry.items() if key != "flow"}, about=about, proven=proven(certified),
+        stops=in_words(halting, entry["num_steps"]), table=halting_table(halting), gap=100 * flow["gap"],
+        gap_images=flow["images"], spread=100 * flow["spread"], minutes=result["seconds"] / 60,
         by_steps=", ".join(f"{steps}: {value:.1%}" for steps, value in flow["accuracy_by_steps"].items()),
+        size=model.config.image_size,
     )  # fmt: skip
     (target / "README.md").write_text(text)
     write_file(target / "card.json", json.dumps(entry, indent=1) + "\n")
@@ -131,17 +127,24 @@ def _fill(
 
 @torch.no_grad()
 def calibrate_shipped(model: Any, target: Path, val: Split | None, test: Split) -> dict[str, Any] | None:
-    """Calibrate the weights as they are shipped on all validation images, into target/config.json; what the rule then
-    does on the test images. None without images, or where they are too few for any of ALPHAS."""
+    """Calibrate the weights as they are shipped on all validation images: the least α that they can prove goes into
+    target/config.json, and `table` has what the rules of all of ALPHAS do on the test images. None without images, or
+    where they are too few for any."""
     count = 0 if val is None else min(len(val), MOST_IMAGES)
-    alpha = next((alpha for alpha in ALPHAS if images_needed(alpha, 0.05) <= count), None)
-    if alpha is None:
+    rows = []
+    for alpha in [alpha for alpha in reversed(ALPHAS) if images_needed(alpha, 0.05) <= count]:
+        assert val is not None
+        model.config.halting = calibrate_model(model.eval(), shuffled(model, val, MOST_IMAGES)[0], alpha=alpha)
+        found = {key: model.config.halting[key] for key in ("score", "threshold", "alpha", "delta", "images")}
+        rows.append(found | stopping(model, test))
+    if not rows:
         model.config.halting = None  # a rule that came with the run was that of the weights before rounding
-        write_config(model, target)
-        return None
-    assert val is not None
-    model.config.halting = calibrate_model(model.eval(), shuffled(model, val, MOST_IMAGES)[0], alpha=alpha)
     write_config(model, target)
+    return {**rows[-1], "table": rows[::-1]} if rows else None
+
+
+def stopping(model: Any, test: Split) -> dict[str, float]:
+    """What the rule in the model's config does on these images."""
     rule = saved_rule(model)
     right = same = steps = 0
     for pixels, labels in test.stream(list(torch.arange(len(test)).split(256))):
@@ -151,10 +154,19 @@ def calibrate_shipped(model: Any, target: Path, val: Split | None, test: Split) 
         right += int((answers.cpu() == labels.cpu()).sum())
         same += int((answers == full).sum())
         steps += int(halted.steps.sum())
-    found = {key: model.config.halting[key] for key in ("score", "threshold", "alpha", "delta", "images")}
-    return found | {
-        "test_accuracy": right / len(test), "test_disagreement": 1 - same / len(test), "mean_steps": steps / len(test)
-    }  # fmt: skip
+    shares = {"test_accuracy": right, "test_disagreement": len(test) - same, "mean_steps": steps}
+    return {name: value / len(test) for name, value in shares.items()}
+
+
+def halting_table(halting: dict[str, Any] | None) -> str:
+    """Markdown: what may change, what it saves, what it changed."""
+    if halting is None:
+        return ""
+    head = "| answers that may change | steps on average | test accuracy | answers that changed |\n|---|---|---|---|"
+    keys = ("mean_steps", "test_accuracy", "test_disagreement")
+    rows = [(f"{row['alpha']:.0%}", *(row[key] for key in keys)) for row in halting["table"]]
+    lines = [f"| {alpha} | {steps:.2f} | {right:.2%} | {changed:.2%} |" for alpha, steps, right, changed in rows]
+    return "\n".join(["", head, *lines, ""])
 
 
 def in_words(halting: dict[str, Any] | None, num_steps: int) -> str:

@@ -40,6 +40,13 @@ def test_a_run_is_shipped_in_half_precision_with_what_was_measured(run, tmp_path
     assert evaluate(str(folder), "digits")["top1"] == entry["accuracy"]
     assert entry["halting"]["alpha"] == 0.03  # what 144 validation images can prove
     assert saved_rule(model).threshold == entry["halting"]["threshold"]  # calibrated for the weights as shipped
+    table = entry["halting"]["table"]
+    assert [row["alpha"] for row in table] == [0.03, 0.05]
+    assert table[0]["threshold"] == entry["halting"]["threshold"]
+    assert table[0]["mean_steps"] >= table[1]["mean_steps"]  # who may change more may stop earlier
+    for row in table:
+        line = f"| {row['alpha']:.0%} | {row['mean_steps']:.2f} | {row['test_accuracy']:.2%} |"
+        assert line in (folder / "README.md").read_text()
 
 
 def test_a_contractive_model_is_shipped_with_what_is_proven(tmp_path):
