@@ -114,6 +114,19 @@ def test_extra_images_teach_without_labels(tmp_path, teacher):
     with torch.no_grad():
         expected = objective.teacher.module(prepare(images, 16, [0.3], [0.4])).logits
     assert torch.allclose(objective.answers(student, images, rows), expected, atol=1e-4)
+    told = [
+        kind(
+            student,
+            model_input(student, images[:2]),
+            torch.eye(10)[:2],
+            rows[:2],
+            progress=0.5,
+            integration=Integration(2),
+        )
+        for kind in (alone, objective)
+    ]
+    assert told[0].logits is not None
+    assert told[1].logits is None  # half of the labels are made up: no accuracy of these is shown
 
 
 def test_runs_of_other_seeds_may_share_a_cache(tmp_path, teacher):

@@ -51,7 +51,8 @@ class AnswerDistillation:
         }
         losses = {name: weight * terms[name]() for name, weight in self.config.losses.items() if weight}
         evaluations = getattr(output, "evaluations", None)
-        return Terms(losses, output.logits, None if evaluations is None else max(evaluations))
+        shown = None if self.config.extra_images else output.logits  # of these there is no label to be right about
+        return Terms(losses, shown, None if evaluations is None else max(evaluations))
 
     def answers(self, model: Any, images: Tensor, indices: Tensor) -> Tensor | TopLogits:
         """The teacher's logits (b, classes) of a batch, or the largest of them."""
