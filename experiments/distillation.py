@@ -46,7 +46,8 @@ FIXED = (  # the recipe as it was when claims and ablation were run: six steps a
     "loop.anytime=0",
 )  # fmt: skip
 PAPERS_LOSSES = tuple(f"distill.losses.{loss}" for loss in ("cls_path=1", "jasmin=0.1", "patch_path=0", "kl=0"))
-FEW_VIEWS = ("distill.cache_views=1", "data.val_fraction=0.1", "loop.eval_every=100000")
+ALONE = "distill.extra_images=''"
+FEW_VIEWS = (ALONE, "distill.cache_views=1", "data.val_fraction=0.1", "loop.eval_every=100000")
 LAYER, FOUR, SHORT = "model.norm=layer", "model.num_steps=4", "loop.step_schedule=[[0, [2, 3, 4, 5]]]"
 
 
@@ -76,7 +77,7 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "paper's losses and times": before(*PAPERS_LOSSES, "distill.placement=distance"),
     },
     "answers": {  # what each option of the CIFAR-size student is worth; two views are enough for a few minutes
-        name: Arm("cifar10/answers", ("distill.cache_views=2", *overrides))
+        name: Arm("cifar10/answers", (ALONE, "distill.cache_views=2", *overrides))
         for name, overrides in {
             "as it is": (),
             "strided stem": ("model.tokenizer=conv",),
@@ -96,9 +97,9 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "two views": Arm("cifar10/answers", (*FEW_VIEWS, "distill.cache_views=2")),
     },
     "transfer": {  # what other images are worth, at as many rows of the teacher's answers: --set distill.cache_seed=0
-        "twelve views": Arm("cifar10/answers", ("distill.cache_views=12",)),
-        "six views": Arm("cifar10/answers"),
-        "six views, and of CIFAR-100's images": Arm("cifar10/answers", ("distill.extra_images=uoft-cs/cifar100",)),
+        "twelve views": Arm("cifar10/answers", (ALONE, "distill.cache_views=12")),
+        "six views": Arm("cifar10/answers", (ALONE,)),
+        "six views, and of CIFAR-100's images": Arm("cifar10/answers"),
         "six views, and of mixtures": Arm("cifar10/answers", ("distill.extra_images=mixtures",), mixtures=True),
     },
     "flow": {"ours, a flow": Arm(OURS), "ours, K = 6 always": before()},
