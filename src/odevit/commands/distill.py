@@ -53,6 +53,7 @@ SMOKE_OVERRIDES = [
     "loop.compile=false",
     "distill.sample=32",
     "distill.cache_views=1",
+    "distill.extra_images=''",
 ]
 QUICK_REPORT = Report(max_images=64, options=QUICK)  # a minute or two for a CIFAR student on two cores
 
