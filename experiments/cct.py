@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from odevit.model.layers import Attention, Mlp, PoolingTokenizer
@@ -69,3 +69,7 @@ class CctForImageClassification(PreTrainedModel):
         for block in self.blocks:
             x = block(x)
         return ImageClassifierOutput(logits=self.classifier(self.pool(self.norm(x))))
+
+
+AutoConfig.register(CctConfig.model_type, CctConfig)
+AutoModelForImageClassification.register(CctConfig, CctForImageClassification)

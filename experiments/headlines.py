@@ -3,14 +3,18 @@
     python experiments/headlines.py --add RUN --name NAME --how WORDS --data CIFAR-10 --command "odevit train …"
     python experiments/headlines.py             # the table in docs/RESULTS.md, docs/accuracy-{parameters,macs}.svg
 
---add reads a finished run (its result.json, its weights) into docs/headlines.json. What others report is marked so.
+--add reads a finished run (its result.json, its weights) into docs/headlines.json; runs that differ in their seed alone
+stand in one row. What others report is marked so.
 """
 
 import argparse
 import json
 import re
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
+
+import cct  # noqa: F401  (makes its runs loadable)
 
 from odevit.analysis.report.style import color, figure_style, subplots
 from odevit.dynamics.cost import count_macs, count_parameters
@@ -33,6 +37,10 @@ class Row(NamedTuple):
     seed: int | None = None
     command: str = ""
 
+    @property
+    def title(self) -> tuple[str, str, str, str]:
+        return self.data, self.name, self.how, self.kind
+
 
 REPORTED = [
     Row("ODE-ViT, paper", "CIFAR-10", "from scratch", 0.5e6, None, 0.809, KINDS[1]),
@@ -47,8 +55,7 @@ REPORTED = [
 def measured(run: Path, name: str, data: str, how: str, command: str) -> Row:
     """What a finished run says of itself, its multiply-accumulates counted."""
     result, model = json.loads((run / "result.json").read_text()), load_classifier(str(run / "model"))
-    parameters = count_parameters(model)["total"]
-    macs = count_macs(model).total if getattr(model.config, "model_type", "") == "odevit" else None
+    parameters, macs = count_parameters(model)["total"], count_macs(model).total
     seed, minutes = Recipe.load(run / "recipe.yaml").seed, round(result["seconds"] / 60, 1)
     return Row(name, data, how, parameters, macs, result["top1"], KINDS[0], minutes, seed, command)
 
@@ -57,62 +64,82 @@ def read(file: Path) -> list[Row]:
     return [Row(**row) for row in json.loads(file.read_text())] if file.exists() else []
 
 
-def numbered(rows: list[Row]) -> dict[int, Row]:
-    """By data and accuracy: the numbers of the table and of the points in the pictures."""
-    return dict(enumerate(sorted(rows, key=lambda row: (row.data, -row.accuracy)), 1))
+def numbered(rows: list[Row]) -> dict[int, list[Row]]:
+    """The runs of each title, by data and mean accuracy: the numbers of the table and of the points in the pictures."""
+    runs: dict[tuple[str, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.seed or 0):
+        runs.setdefault(row.title, []).append(row)
+    return dict(enumerate(sorted(runs.values(), key=lambda runs: (runs[0].data, -accuracy(runs))), 1))
+
+
+def accuracy(runs: list[Row]) -> float:
+    return mean(run.accuracy for run in runs)
 
 
 def table(rows: list[Row]) -> str:
     """Markdown."""
     lines = [
-        "| | data | model | how | parameters | M multiply-accumulates | top-1 | CPU minutes, seed | by | command |",
-        "|---:|---|---|---|---:|---:|---:|---|---|---|",
+        "| | data | model | how | parameters | M multiply-accumulates | top-1 | CPU minutes | seed | by | command |",
+        "|---:|---|---|---|---:|---:|---:|---|---|---|---|",
     ]
-    for number, row in numbered(rows).items():
-        size = f"{row.parameters:,.0f}" if row.kind == KINDS[0] else f"{row.parameters / 1e6:g} M"
+    for number, runs in numbered(rows).items():
+        row = runs[0]
+        ours = row.kind == KINDS[0]
+        size = f"{row.parameters:,.0f}" if ours else f"{row.parameters / 1e6:g} M"
         macs = "" if row.macs is None else f"{row.macs / 1e6:,.1f}"
-        spent = "" if row.minutes is None else f"{row.minutes:g}, {row.seed}"
+        right = ", ".join(f"{100 * run.accuracy:{'.2f' if ours else '.4g'}}" for run in runs)
+        minutes, seeds = (
+            ", ".join(f"{value:g}" for value in values if value is not None)
+            for values in ([run.minutes for run in runs], [run.seed for run in runs])
+        )
         command = f"`{row.command}`" if row.command else ""
-        right = f"{100 * row.accuracy:.2f}" if row.kind == KINDS[0] else f"{100 * row.accuracy:.4g}"
         lines.append(
-            f"| {number} | {row.data} | {row.name} | {row.how} | {size} | {macs} | {right} | {spent} | {row.kind} "
-            f"| {command} |"
+            f"| {number} | {row.data} | {row.name} | {row.how} | {size} | {macs} | {right} | {minutes} | {seeds} "
+            f"| {row.kind} | {command} |"
         )
     return "\n".join(lines)
 
 
-def numbers_at(number: int, shown: dict[int, Row], what: str) -> str:
-    """The numbers of all rows that lie on the point of this one, at the first of them; nothing at the others."""
-    row = shown[number]
-    here = [
-        other for other, r in shown.items()
-        if getattr(r, what) == getattr(row, what) and abs(r.accuracy - row.accuracy) < 0.01
-    ]  # fmt: skip
-    return ", ".join(map(str, here)) if number == here[0] else ""
+def labels(points: dict[int, tuple[float, float]]) -> dict[int, str]:
+    """The numbers of points (x, accuracy) above each other, less than a point apart, stand together at the middle one.
+
+    points: from the highest accuracy down.
+    """
+    columns: list[list[int]] = []
+    for number, (x, y) in points.items():
+        for column in columns:
+            lowest = points[column[-1]]
+            if lowest[0] == x and lowest[1] - y < 0.01:
+                column.append(number)
+                break
+        else:
+            columns.append([number])
+    return {column[len(column) // 2]: ", ".join(map(str, column)) for column in columns}
 
 
 def draw(rows: list[Row], what: str, path: Path) -> None:
-    """Accuracy against parameters or multiply-accumulates: ours filled, what others report hollow."""
+    """Accuracy against parameters or multiply-accumulates: ours filled, what others report hollow; means over seeds."""
     axis = {"parameters": ("parameters", 1.0, "log"), "macs": ("million multiply-accumulates an image", 1e6, "linear")}
     title, unit, scale = axis[what]
     data = list(dict.fromkeys(row.data for row in rows))
     with figure_style():
         figure, panels = subplots(1, len(data), width=4.4 * len(data), height=4.2)
         for axes, name in zip([panels] if len(data) == 1 else panels, data, strict=True):
-            of_data = {number: row for number, row in numbered(rows).items() if row.data == name}
-            shown = {number: row for number, row in of_data.items() if getattr(row, what) is not None}
-            for number, row in shown.items():
-                ours = row.kind == KINDS[0]  # numbered on the left, others on the right
-                x, y = getattr(row, what) / unit, 100 * row.accuracy
+            of_data = {number: runs for number, runs in numbered(rows).items() if runs[0].data == name}
+            shown = {number: runs for number, runs in of_data.items() if getattr(runs[0], what) is not None}
+            points = {number: (getattr(runs[0], what) / unit, accuracy(runs)) for number, runs in shown.items()}
+            texts = labels(points)
+            for number, (x, right) in points.items():
+                ours, y = shown[number][0].kind == KINDS[0], 100 * right  # numbered on the left, others on the right
                 axes.plot(x, y, "o", color=color(0 if ours else 1), fillstyle="full" if ours else "none")
                 place = {"xytext": (-5, 0), "ha": "right"} if ours else {"xytext": (5, 0), "ha": "left"}
-                text = numbers_at(number, shown, what)
+                text = texts.get(number, "")
                 axes.annotate(text, (x, y), textcoords="offset points", va="center", fontsize=7, **place)
             axes.set(xscale=scale, xlabel=title, ylabel="top-1, %", title=name)
             axes.margins(0.15, 0.15)
             if scale == "linear":
                 axes.set_xlim(left=0)
-            names = [f"{number}  {row.name}, {row.how}" for number, row in shown.items()]
+            names = [f"{number}  {runs[0].name}, {runs[0].how}" for number, runs in shown.items()]
             axes.text(0, -0.28, "\n".join(names), transform=axes.transAxes, va="top", fontsize=6)
         figure.suptitle("filled: measured by us; hollow: reported by them", fontsize=7)
     figure.savefig(path, facecolor="white", bbox_inches="tight")
@@ -129,7 +156,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     own = read(file)
     if options.add:
         row = measured(options.add, options.name, options.data, options.how, options.command)
-        own = [r for r in own if (r.name, r.data, r.how) != (row.name, row.data, row.how)] + [row]
+        own = [r for r in own if (r.title, r.seed) != (row.title, row.seed)] + [row]
         file.write_text(json.dumps([r._asdict() for r in own], indent=1) + "\n")
     rows = own + REPORTED
     marked = re.compile("(<!-- headlines -->\n).*?(<!-- end -->)", re.DOTALL)

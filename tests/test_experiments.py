@@ -237,16 +237,37 @@ def test_every_small_teacher_but_swin_is_one_that_a_student_can_follow() -> None
             assert len(small_teachers.answers(module, torch.zeros(2, 1, 8, 8))[0]) == 2
 
 
-def test_rows_on_one_point_of_a_picture_share_its_label() -> None:
+def test_every_point_of_a_picture_is_named_once_and_those_above_each_other_together() -> None:
+    points = {1: (6.0, 0.905), 2: (6.0, 0.896), 3: (3.0, 0.892), 4: (6.0, 0.889), 5: (6.0, 0.87), 6: (6.0, 0.83)}
+    assert headlines.labels(points) == {2: "1, 2, 4", 3: "3", 5: "5", 6: "6"}
+
+
+def test_seeds_of_one_row_stand_together_and_count_as_their_mean() -> None:
     rows = [
-        headlines.Row("ours", "CIFAR-10", "scratch", 2e5, 6e7, 0.89),
-        headlines.Row("ours", "CIFAR-10", "distilled", 2e5, 6e7, 0.895),
-        headlines.Row("ours", "CIFAR-10", "distilled, 40 minutes", 2e5, 6e7, 0.83),
-        headlines.Row("CCT", "CIFAR-10", "scratch", 3e5, 3e7, 0.892, headlines.KINDS[1]),
+        headlines.Row("ours", "CIFAR-10", "scratch", 2e5, 6e7, 0.90, minutes=60, seed=1),
+        headlines.Row("ours", "CIFAR-10", "scratch", 2e5, 6e7, 0.88, minutes=61, seed=0),
+        headlines.Row("ours", "CIFAR-10", "distilled", 2e5, 6e7, 0.895, minutes=85, seed=0),
+        headlines.Row("ours", "CIFAR-100", "distilled", 2e5, 6e7, 0.70, minutes=85, seed=0),
+        headlines.Row("CCT", "CIFAR-10", "scratch", 3e5, 3e7, 0.8917, headlines.KINDS[1]),
     ]
-    shown = headlines.numbered(rows)
-    assert [row.how for row in shown.values()] == ["distilled", "scratch", "scratch", "distilled, 40 minutes"]
-    assert [headlines.numbers_at(number, shown, "macs") for number in shown] == ["1, 3", "2", "", "4"]
+    assert [(runs[0].data, runs[0].how) for runs in headlines.numbered(rows).values()] == [
+        ("CIFAR-10", "distilled"), ("CIFAR-10", "scratch"), ("CIFAR-10", "scratch"), ("CIFAR-100", "distilled"),
+    ]  # fmt: skip
+    text = headlines.table(rows)
+    assert "| 2 | CIFAR-10 | CCT | scratch | 0.3 M | 30.0 | 89.17 |  |  | reported by them |" in text
+    assert "| 3 | CIFAR-10 | ours | scratch | 200,000 | 60.0 | 88.00, 90.00 | 61, 60 | 0, 1 | measured by us |" in text
+
+
+def test_a_run_of_the_peer_is_read_like_ours(tmp_path: Path) -> None:
+    from cct import CctConfig, CctForImageClassification
+
+    CctForImageClassification(CctConfig(num_labels=10)).save_pretrained(tmp_path / "model")
+    (tmp_path / "result.json").write_text(json.dumps({"top1": 0.875, "seconds": 90}))
+    (tmp_path / "recipe.yaml").write_text("data: {name: digits}\noptim: {epochs: 1}\nseed: 3\n")
+    row = headlines.measured(tmp_path, "CCT-2/3x2", "CIFAR-10", "scratch", "")
+    assert row.parameters == 283_723  # as its authors count
+    assert row.macs is not None
+    assert 30e6 < row.macs < 36e6  # they say 33 M
 
 
 def test_headlines_read_a_run_and_keep_what_stands_beside_the_marks(tmp_path: Path) -> None:
@@ -266,5 +287,5 @@ def test_headlines_read_a_run_and_keep_what_stands_beside_the_marks(tmp_path: Pa
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| 87.50 | 1.5, 3 | measured by us |" in text
+    assert "| 87.50 | 1.5 | 3 | measured by us |" in text
     assert all((tmp_path / f"accuracy-{what}.svg").stat().st_size > 1000 for what in ("parameters", "macs"))
