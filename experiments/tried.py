@@ -8,10 +8,11 @@ linear functions of time (`norms`), output gains too (`gains`), low-rank correct
 depend on time (`low rank`), steps of random length (`jittered steps`), a Kullback-Leibler term that draws half as many
 steps to the answer of all of them (`consistency`), a stem whose convolutions start with norm one as all other matrices
 do (`spectral stem`) instead of with the variance that ReLU wants, one that AdamW moves (`AdamW for the stem`) instead
-of Muon, one that whitens 3×3 patches and is not trained (`whitening stem`, as airbench has it), and images mirrored in
-every second epoch instead of at random (`alternating flip`). Each is a patch of the field, the grid, the objective,
-the initialisation, the optimiser or the augmentation that lives here only: an option enters the library when it pays
-(docs/RESULTS.md).
+of Muon, one that whitens 3×3 patches and is not trained (`whitening stem`, as airbench has it), one with half the
+channels before its last stage (`narrow stem`), and images mirrored in every second epoch instead of at random
+(`alternating flip`). Arms of another speed are compared at equal time: --minutes 8. Each is a patch of the field, the
+grid, the objective, the stem, the optimiser or the augmentation that lives here only: an option enters the library
+when it pays (docs/RESULTS.md).
 """
 
 import json
@@ -29,8 +30,8 @@ from torch import Tensor, nn
 
 from odevit.data import Batch, load_data
 from odevit.model import field as field_module
+from odevit.model import layers, solvers
 from odevit.model import model as model_module
-from odevit.model import solvers
 from odevit.model.field import VectorField
 from odevit.model.layers import StemConvolution
 from odevit.model.spectral import spectral_init_
@@ -162,6 +163,14 @@ def adamw_stem(build: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     return run
 
 
+def narrow_stem(widths: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def run(channels: int, width: int, patch_size: int) -> list[int]:
+        first, *between, last = widths(channels, width, patch_size)
+        return [first, *(max(1, count // 2) for count in between), last]
+
+    return run
+
+
 def whitening_filters(images: Tensor, count: int) -> Tensor:
     """(count, c, 3, 3): ± the leading eigenvectors of the covariance of 3×3 patches, over their standard deviations."""
     images = (images - images.mean(dim=(0, 2, 3), keepdim=True)) / images.std(dim=(0, 2, 3), keepdim=True)
@@ -205,6 +214,7 @@ ARMS = (
     "spectral stem",
     "AdamW for the stem",
     "whitening stem",
+    "narrow stem",
     "alternating flip",
 )
 STAGES = {"euler": (0.0,), "midpoint": (0.0, 0.5), "rk4": (0.0, 0.5, 0.5, 1.0)}
@@ -235,6 +245,8 @@ def patch(arm: str, images: Tensor | None = None) -> Callable[[], None]:
     elif arm == "whitening stem":
         assert images is not None
         put(model_module.OdeViTPreTrainedModel, "_init_weights", whitening_stem(images))
+    elif arm == "narrow stem":
+        put(layers, "_stage_widths", narrow_stem)
     elif arm == "alternating flip":
         put(loop.Run, "prepare", alternating)
     return stack.close
@@ -257,11 +269,15 @@ def run_arm(arm: str, assignments: list[str], folder: Path) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__ or "", ["tried"], minutes=None, output="runs/tried")
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, help="default: 800, unless --minutes is given")
     options = parser.parse_args(arguments)
-    options.overrides.append(f"optim.steps={options.steps}")
-    rows = run_study(parser, options, {name: name for name in ARMS}, run_arm, title=f"tried-{options.steps}")
-    flow.print_rows(rows, ["model", *flow.SETTINGS], f"{options.steps} steps each")
+    if options.steps is None and options.minutes is None:
+        options.steps = 800
+    budget = f"{options.minutes:g} minutes" if options.steps is None else f"{options.steps} steps"
+    if options.steps is not None:
+        options.overrides.append(f"optim.steps={options.steps}")
+    rows = run_study(parser, options, {name: name for name in ARMS}, run_arm, title=f"tried-{options.steps or 'time'}")
+    flow.print_rows(rows, ["model", *flow.SETTINGS], f"{budget} each")
     return rows
 
 

@@ -105,16 +105,17 @@ def test_a_spectral_stem_starts_with_norm_one_and_no_other_does() -> None:
 
 
 def test_what_is_tried_is_taken_out_again(tmp_path: Path) -> None:
-    arguments = ["tried", "--steps", "1", "--only", *tried_script.ARMS[-6:], "--output", str(tmp_path)]
+    arguments = ["tried", "--steps", "1", "--only", *tried_script.ARMS[-7:], "--output", str(tmp_path)]
     for assignment in (*SMALL, "optim.batch_size=16", "data.limit=60"):
         arguments += ["--set", assignment]
 
     def patched() -> tuple[Any, ...]:
         run = tried_script.loop.Run
-        return Classification.__call__, Grid.steps, tried_script.loop.build_optimizers, run.prepare
+        stem = tried_script.layers._stage_widths
+        return Classification.__call__, Grid.steps, tried_script.loop.build_optimizers, run.prepare, stem
 
     before = patched()
-    assert len(tried_script.main(arguments)) == 6
+    assert len(tried_script.main(arguments)) == 7
     assert patched() == before
 
 
@@ -136,6 +137,16 @@ def test_the_whitening_stem_whitens_and_stays() -> None:
     torch.testing.assert_close(first.detach()[0], tried_script.whitening_filters(images, len(first))[0])
     assert not first.requires_grad
     assert second.requires_grad
+
+
+def test_a_narrow_stem_has_half_the_channels_between_its_stages() -> None:
+    restore = tried_script.patch("narrow stem")
+    try:
+        model = OdeViTForImageClassification(OdeViTConfig.from_preset("cifar-nano"))
+    finally:
+        restore()
+    shapes = [tuple(layer.weight.shape) for layer in model.odevit.tokenizer.layers if hasattr(layer, "weight")]
+    assert shapes == [(32, 3, 3, 3), (128, 32, 3, 3)]
 
 
 def test_two_epochs_of_alternating_flips_show_every_image_both_ways() -> None:
