@@ -100,25 +100,26 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def labels(points: dict[int, tuple[float, float]]) -> dict[int, str]:
-    """The numbers of points (x, accuracy) above each other, less than a point apart, stand together at the middle one.
+def labels(points: dict[int, tuple[float, float, bool]]) -> dict[int, str]:
+    """The numbers of points (x, accuracy, is ours) nearly above each other stand together: over the highest of ours,
+    under the lowest of the others'.
 
-    points: from the highest accuracy down.
+    points: from the highest accuracy down. Nearly: x within a tenth, accuracies less than a point apart.
     """
     columns: list[list[int]] = []
-    for number, (x, y) in points.items():
+    for number, (x, y, ours) in points.items():
         for column in columns:
             lowest = points[column[-1]]
-            if lowest[0] == x and lowest[1] - y < 0.01:
+            if ours == lowest[2] and abs(x - lowest[0]) < 0.1 * x and lowest[1] - y < 0.01:
                 column.append(number)
                 break
         else:
             columns.append([number])
-    return {column[len(column) // 2]: ", ".join(map(str, column)) for column in columns}
+    return {column[0 if points[column[0]][2] else -1]: ", ".join(map(str, column)) for column in columns}
 
 
 def draw(rows: list[Row], what: str, path: Path) -> None:
-    """Accuracy against parameters or multiply-accumulates: ours filled, what others report hollow; means over seeds."""
+    """Accuracy against parameters or multiply-accumulates: ours blue, what we measured filled; means over seeds."""
     axis = {"parameters": ("parameters", 1.0, "log"), "macs": ("million multiply-accumulates an image", 1e6, "linear")}
     title, unit, scale = axis[what]
     data = list(dict.fromkeys(row.data for row in rows))
@@ -127,21 +128,24 @@ def draw(rows: list[Row], what: str, path: Path) -> None:
         for axes, name in zip([panels] if len(data) == 1 else panels, data, strict=True):
             of_data = {number: runs for number, runs in numbered(rows).items() if runs[0].data == name}
             shown = {number: runs for number, runs in of_data.items() if getattr(runs[0], what) is not None}
-            points = {number: (getattr(runs[0], what) / unit, accuracy(runs)) for number, runs in shown.items()}
+            points = {
+                number: (getattr(runs[0], what) / unit, accuracy(runs), "ours" in runs[0].name)
+                for number, runs in shown.items()
+            }
             texts = labels(points)
-            for number, (x, right) in points.items():
-                ours, y = shown[number][0].kind == KINDS[0], 100 * right  # numbered on the left, others on the right
-                axes.plot(x, y, "o", color=color(0 if ours else 1), fillstyle="full" if ours else "none")
-                place = {"xytext": (-5, 0), "ha": "right"} if ours else {"xytext": (5, 0), "ha": "left"}
+            for number, (x, right, ours) in points.items():
+                y, fill = 100 * right, "full" if shown[number][0].kind == KINDS[0] else "none"
+                axes.plot(x, y, "o", color=color(0 if ours else 1), fillstyle=fill)
+                place = {"xytext": (0, 4), "va": "bottom"} if ours else {"xytext": (0, -4), "va": "top"}
                 text = texts.get(number, "")
-                axes.annotate(text, (x, y), textcoords="offset points", va="center", fontsize=7, **place)
+                axes.annotate(text, (x, y), textcoords="offset points", ha="center", fontsize=7, **place)
             axes.set(xscale=scale, xlabel=title, ylabel="top-1, %", title=name)
             axes.margins(0.15, 0.15)
             if scale == "linear":
                 axes.set_xlim(left=0)
             names = [f"{number}  {runs[0].name}, {runs[0].how}" for number, runs in shown.items()]
             axes.text(0, -0.28, "\n".join(names), transform=axes.transAxes, va="top", fontsize=6)
-        figure.suptitle("filled: measured by us; hollow: reported by them", fontsize=7)
+        figure.suptitle("blue: ours; filled: measured by us; hollow: reported by them", fontsize=7)
     figure.savefig(path, facecolor="white", bbox_inches="tight")
 
 

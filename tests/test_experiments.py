@@ -238,8 +238,10 @@ def test_every_small_teacher_but_swin_is_one_that_a_student_can_follow() -> None
 
 
 def test_every_point_of_a_picture_is_named_once_and_those_above_each_other_together() -> None:
-    points = {1: (6.0, 0.905), 2: (6.0, 0.896), 3: (3.0, 0.892), 4: (6.0, 0.889), 5: (6.0, 0.87), 6: (6.0, 0.83)}
-    assert headlines.labels(points) == {2: "1, 2, 4", 3: "3", 5: "5", 6: "6"}
+    ours = {1: (6.0, 0.905), 2: (6.1, 0.896), 4: (6.0, 0.889), 5: (6.0, 0.87), 6: (6.0, 0.83)}
+    points = {number: (*point, True) for number, point in ours.items()} | {3: (6.0, 0.892, False), 7: (9.0, 0.8, False)}
+    points[8] = (8.5, 0.799, False)
+    assert headlines.labels(dict(sorted(points.items()))) == {1: "1, 2, 4", 3: "3", 5: "5", 6: "6", 8: "7, 8"}
 
 
 def test_seeds_of_one_row_stand_together_and_count_as_their_mean() -> None:
