@@ -54,7 +54,7 @@ An ODE-ViT: one shared attention + MLP block, integrated over time. {about}
 | flow gap | {gap:+.2f} points (own setting minus exact flow, {gap_images:,} images); K = 3 … 48: {spread:.2f} |
 | stops early | {stops} |
 | certified | {proven} |
-| trained in | {minutes:.0f} CPU minutes, {epochs} epochs, seed {seed} |
+| trained in | {took}, {epochs} epochs, seed {seed} |
 | command | `{command}` |
 
 Accuracy by number of steps: {by_steps}.
@@ -116,13 +116,17 @@ def _fill(
     text = CARD.format(
         **{key: value for key, value in entry.items() if key != "flow"}, about=about, proven=proven(certified),
         stops=in_words(halting, entry["num_steps"]), table=halting_table(halting), gap=100 * flow["gap"],
-        gap_images=flow["images"], spread=100 * flow["spread"], minutes=result["seconds"] / 60,
+        gap_images=flow["images"], spread=100 * flow["spread"], took=time_spent(result["seconds"]),
         by_steps=", ".join(f"{steps}: {value:.1%}" for steps, value in flow["accuracy_by_steps"].items()),
         size=model.config.image_size,
     )  # fmt: skip
     (target / "README.md").write_text(text)
     write_file(target / "card.json", json.dumps(entry, indent=1) + "\n")
     return entry
+
+
+def time_spent(seconds: float) -> str:
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} CPU minutes"
 
 
 @torch.no_grad()
