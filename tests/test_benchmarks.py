@@ -96,7 +96,7 @@ def test_a_student_beside_itself_is_no_faster():
     trained.trained_pair(bench, "digits", "digits", "digits", quick=True)
     found = {line["name"].split(": ")[1]: line for line in bench.lines}
     assert found["accuracy, 64 images"]["ratio"] == found["parameters"]["ratio"] == 1
-    whole = found["batch 64, 4 euler steps"]
+    whole = found["batch 64, 3 euler steps"]
     assert whole["target"] == 1.3
     assert 0.3 < whole["ratio"] < 3
     assert any("halting at alpha" in note for note in bench.notes)
