@@ -102,6 +102,10 @@ STUDIES: dict[str, dict[str, Arm]] = {
         "six views, and of CIFAR-100's images": Arm("cifar10/answers"),
         "six views, and of mixtures": Arm("cifar10/answers", ("distill.extra_images=mixtures",), mixtures=True),
     },
+    "transfer100": {  # the other way round: a local folder of the other images is --set distill.extra_images=DIRECTORY
+        "CIFAR-100's images": Arm("cifar100/answers"),
+        "and CIFAR-10's": Arm("cifar100/answers", ("distill.extra_images=uoft-cs/cifar10",)),
+    },
     "flow": {"ours, a flow": Arm(OURS), "ours, K = 6 always": before()},
     "schedules": {  # which K to draw, and what else to put on top of it
         "K = 6 always": before(LAYER),
