@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import odevit
 import odevit_cli
+from odevit.commands.console import print_table
 
 VERBS = {
     "predict": ["digits", "image.png", "--attention", "{place}"],
@@ -47,3 +48,9 @@ def test_an_output_that_cannot_be_written_is_told_before_work(verb, tmp_path, mo
     words = [word.format(place=tmp_path / "file" / "below" / "x", broken=broken) for word in VERBS[verb]]
     with pytest.raises(ValueError, match="cannot write"):
         CliRunner().invoke(odevit_cli.app, [verb, *words], catch_exceptions=False)
+
+
+def test_a_table_in_a_log_cuts_no_number(capsys):
+    columns = ("held-out", "top-1", "agreement", "certified", "flow gap", "parameters", "steps")
+    print_table("study", {"an arm with quite a long name (seed 0)": dict.fromkeys(columns, "1,234,567.89")}, columns)
+    assert capsys.readouterr().out.count("1,234,567.89") == len(columns)

@@ -39,6 +39,8 @@ def print_table(title: str, rows: Mapping[str, Any], headers: tuple[str, ...] = 
         cells = [value.get(header, "") for header in headers] if headers else [value]
         table.add_row(name, *(cell if isinstance(cell, str) else readable(cell) for cell in cells))
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 200)  # a log has no margin, and a number that is cut says nothing
     console.print(Text(title, style="bold"), soft_wrap=True)  # a title of the table itself is folded to its width
     console.print(table)
 
