@@ -119,6 +119,26 @@ def test_what_is_tried_is_taken_out_again(tmp_path: Path) -> None:
     assert patched() == before
 
 
+def test_the_whitening_stem_whitens_and_stays() -> None:
+    torch.manual_seed(0)
+    images = torch.rand(40, 3, 12, 12).cumsum(-1).cumsum(-2)  # neighbours are alike, as in pictures
+    filters = tried_script.whitening_filters(images, 20)
+    normalised = (images - images.mean(dim=(0, 2, 3), keepdim=True)) / images.std(dim=(0, 2, 3), keepdim=True)
+    answers = torch.nn.functional.conv2d(normalised, filters[:4]).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(answers.cov(), torch.eye(4), atol=0.02, rtol=0)
+    torch.testing.assert_close(filters[10:], -filters[:10])
+
+    restore = tried_script.patch("whitening stem", images)
+    try:
+        model = OdeViTForImageClassification(OdeViTConfig.from_preset("cifar-nano"))
+    finally:
+        restore()
+    first, second = (layer.weight for layer in model.odevit.tokenizer.layers if hasattr(layer, "weight"))
+    torch.testing.assert_close(first.detach()[0], tried_script.whitening_filters(images, len(first))[0])
+    assert not first.requires_grad
+    assert second.requires_grad
+
+
 def test_a_narrow_stem_has_half_the_channels_between_its_stages() -> None:
     restore = tried_script.patch("narrow stem")
     try:
