@@ -84,7 +84,6 @@ SCREENED: dict[str, list[str]] = {
     "K from 1, 2, later 2, 3, 4, 6": [f"loop.step_schedule={SPARING['step_schedule']}"],
     "K from 1…3, late 2, 3, 4": ["loop.step_schedule=[[0, [1, 2, 3]], [0.6, [2, 3, 4]]]"],
     "K from 1, 2, late 2, 3, 4": ["loop.step_schedule=[[0, [1, 2]], [0.8, [2, 3, 4]]]"],
-    "whitening stem": ["optim.whiten=true"],
     "no label smoothing": ["optim.label_smoothing=0"],
     "averaging over 0.99": ["optim.ema=0.99"],
     "flip alone": ["augment.crop=0"],

@@ -8,11 +8,11 @@ linear functions of time (`norms`), output gains too (`gains`), low-rank correct
 depend on time (`low rank`), steps of random length (`jittered steps`), a Kullback-Leibler term that draws half as many
 steps to the answer of all of them (`consistency`), a stem whose convolutions start with norm one as all other matrices
 do (`spectral stem`) instead of with the variance that ReLU wants, one that AdamW moves (`AdamW for the stem`) instead
-of Muon, one with half the channels before its last stage (`narrow stem`), and images mirrored in every second epoch
-instead of at random (`alternating flip`). A stem that whitens paid and is in the library since (`optim.whiten`).
-Arms of another speed are compared at equal time: --minutes 8. Each is a patch of the field, the grid, the objective,
-the stem, the optimiser or the augmentation that lives here only: an option enters the library when it pays
-(docs/RESULTS.md).
+of Muon, one that whitens 3×3 patches and is not trained (`whitening stem`, as airbench has it), one with half the
+channels before its last stage (`narrow stem`), and images mirrored in every second epoch instead of at random
+(`alternating flip`). Arms of another speed are compared at equal time: --minutes 8. Each is a patch of the field, the
+grid, the objective, the stem, the optimiser or the augmentation that lives here only: an option enters the library
+when it pays (docs/RESULTS.md).
 """
 
 import json
@@ -28,7 +28,7 @@ import torch.nn.functional as nnf
 from studies import run_study, study_parser
 from torch import Tensor, nn
 
-from odevit.data import Batch
+from odevit.data import Batch, load_data
 from odevit.model import field as field_module
 from odevit.model import layers, solvers
 from odevit.model import model as model_module
@@ -171,6 +171,31 @@ def narrow_stem(widths: Callable[..., list[int]]) -> Callable[..., list[int]]:
     return run
 
 
+def whitening_filters(images: Tensor, count: int) -> Tensor:
+    """(count, c, 3, 3): ± the leading eigenvectors of the covariance of 3×3 patches, over their standard deviations."""
+    images = (images - images.mean(dim=(0, 2, 3), keepdim=True)) / images.std(dim=(0, 2, 3), keepdim=True)
+    patches = nnf.unfold(images, 3).mT.flatten(0, 1)
+    values, vectors = torch.linalg.eigh(patches.T.cov())
+    kept = min(count // 2, len(values))
+    filters = (vectors / values.clamp(min=1e-3 * float(values.max())).sqrt()).T.flip(0)[:kept]
+    return torch.cat([filters, -filters]).reshape(2 * kept, images.shape[1], 3, 3)
+
+
+def whitening_stem(images: Tensor) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def wrap(initialise: Callable[..., None]) -> Callable[..., None]:
+        def run(self: Any, module: nn.Module) -> None:
+            initialise(self, module)
+            if isinstance(module, StemConvolution) and module.in_channels == images.shape[1]:
+                filters = whitening_filters(images, module.out_channels)
+                with torch.no_grad():
+                    module.weight[: len(filters)] = filters
+                module.weight.requires_grad_(False)
+
+        return run
+
+    return wrap
+
+
 def alternating(prepare: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, batch: Batch) -> Any:
         mirrored = (batch.indices + self.step // self.steps_per_epoch) % 2 == 1
@@ -188,14 +213,15 @@ ARMS = (
     "consistency",
     "spectral stem",
     "AdamW for the stem",
+    "whitening stem",
     "narrow stem",
     "alternating flip",
 )
 STAGES = {"euler": (0.0,), "midpoint": (0.0, 0.5), "rk4": (0.0, 0.5, 0.5, 1.0)}
 
 
-def patch(arm: str) -> Callable[[], None]:
-    """Put the arm in the library's place; returns what takes it out again."""
+def patch(arm: str, images: Tensor | None = None) -> Callable[[], None]:
+    """Put the arm in the library's place; returns what takes it out again. images: (N, c, H, W), of `whitening stem`"""
     stack = ExitStack()
 
     def put(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -216,6 +242,9 @@ def patch(arm: str) -> Callable[[], None]:
         put(model_module.OdeViTPreTrainedModel, "_init_weights", spectral_stem)
     elif arm == "AdamW for the stem":
         put(loop, "build_optimizers", adamw_stem)
+    elif arm == "whitening stem":
+        assert images is not None
+        put(model_module.OdeViTPreTrainedModel, "_init_weights", whitening_stem(images))
     elif arm == "narrow stem":
         put(layers, "_stage_widths", narrow_stem)
     elif arm == "alternating flip":
@@ -226,7 +255,11 @@ def patch(arm: str) -> Callable[[], None]:
 def run_arm(arm: str, assignments: list[str], folder: Path) -> dict[str, Any]:
     if (folder / "settings.json").exists():
         return json.loads((folder / "settings.json").read_text())
-    restore = patch(arm)
+    images = None
+    if arm == "whitening stem":
+        train = load_data(flow.recipe_of(flow.OURS, flow.SHORT, assignments).data).train
+        images = train.fetch(torch.arange(min(2000, len(train))))[0] / 255
+    restore = patch(arm, images)
     try:
         changes = ["augment.flip=false"] if arm == "alternating flip" else []
         return flow.run_arm(((flow.OURS, flow.SHORT), changes), assignments, folder)

@@ -33,7 +33,6 @@ class OptimConfig:
     clip: float = 1.0  # largest norm of the gradient; 0 switches clipping off
     ema: float = 0.0  # decay of the averaged weights that are evaluated and saved; 0 switches them off
     label_smoothing: float = 0.0
-    whiten: bool = False  # the first convolution of a pooling stem whitens patches of the images and does not move
 
     def __post_init__(self) -> None:
         given = [f"optim.{name}" for name in BUDGETS if getattr(self, name) is not None]

@@ -39,7 +39,6 @@ from odevit.training.optim import (
 from odevit.training.resume import load_run, save_run
 from odevit.training.runlog import RunLog, Window, monitor_seconds
 from odevit.training.sharding import check_shardable, gathered, load_model_state, shard_
-from odevit.training.whitening import whiten_stem
 
 
 @dataclass
@@ -69,8 +68,6 @@ def fit(
     """Train `model` on `data` as `objective` and `config` say; the selected model with its final numbers."""
     folder = claim.folder
     prepare_folder(config, claim.accelerator, resume=claim.resume)
-    if config.optim.whiten:
-        whiten_stem(model, data.train)
     run = Run(config, model, objective, objective.training_data(data), claim.accelerator, folder, progress_bar)
     try:
         if claim.resume:
