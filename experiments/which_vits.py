@@ -57,6 +57,7 @@ SCORES = {
     SCORE: "one field explains",
     "one_field_of_best": "… of what the best number explains",
     "cls_explained_by_one_field": "one field explains of CLS",
+    "explained_by_one_constant_per_layer": "a constant per layer explains",
     "turning": "turning of CLS",
     "suggested_steps": "Euler steps asked for",
 }
