@@ -3,7 +3,7 @@
     python experiments/ship.py runs/quickstart/student digits --data digits --command "odevit quickstart"
     python experiments/ship.py RUN NAME --data DIRECTORY --data-name CIFAR-10 --command "odevit train cifar10/scratch"
 
-The test split is read once, with the weights as they are shipped, at the model's own setting, for its flow gap and for
+The test split is read with the weights as they are shipped: at the model's own setting, for its flow gap and for
 its rule to stop early, which the validation images calibrate.
 """
 
@@ -48,7 +48,7 @@ An ODE-ViT: one shared attention + MLP block, integrated over time. {about}
 | | |
 |---|---|
 | data | {data} |
-| test accuracy | {accuracy:.2%} ({images:,} images, read once) |
+| test accuracy | {accuracy:.2%} ({images:,} images of the test split) |
 | parameters | {parameters:,} ({bytes:,} bytes on disk, half precision) |
 | multiply-accumulates | {macs:,} at its own setting: {num_steps} {solver} steps |
 | flow gap | {gap:+.2f} points (own setting minus exact flow, {gap_images:,} images); K = 3 … 48: {spread:.2f} |
