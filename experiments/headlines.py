@@ -9,20 +9,25 @@ stand in one row. What others report is marked so.
 
 import argparse
 import json
+import math
 import re
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
 import cct  # noqa: F401  (makes its runs loadable)
 
-from odevit.analysis.report.style import color, figure_style, subplots
+from odevit.analysis.report.style import MUTED, color, figure_style, subplots
 from odevit.dynamics.cost import count_macs, count_parameters
 from odevit.recipe import Recipe
 from odevit.training.classifiers import load_classifier
 
 DOCS = Path(__file__).parent.parent / "docs"
 KINDS = ("measured by us", "reported by them")
+TICKS = (50, 60, 65, 68, 70, 72, 75, 80, 85, 88, 90, 91, 92, 94)  # accuracies in %
+Box = tuple[float, float, float, float]  # its middle, width and height
+POINT, DIGIT = 6.0, (4.6, 7.0)  # a marker, and a digit of 7 pt, in points
 
 
 class Row(NamedTuple):
@@ -100,22 +105,32 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def labels(points: dict[int, tuple[float, float, bool]]) -> dict[int, str]:
-    """The numbers of points (x, accuracy, is ours) nearly above each other stand together: over the highest of ours,
-    under the lowest of the others'.
+def places(points: dict[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:
+    """Where each point's number stands, as an offset of its middle: as near as it covers no point and no other number.
 
-    points: from the highest accuracy down. Nearly: x within a tenth, accuracies less than a point apart.
+    points: number -> (x, y) on the paper, in points of 1/72 inch, as the offsets are.
     """
-    columns: list[list[int]] = []
-    for number, (x, y, ours) in points.items():
-        for column in columns:
-            lowest = points[column[-1]]
-            if ours == lowest[2] and abs(x - lowest[0]) < 0.1 * x and lowest[1] - y < 0.01:
-                column.append(number)
-                break
-        else:
-            columns.append([number])
-    return {column[0 if points[column[0]][2] else -1]: ", ".join(map(str, column)) for column in columns}
+    around = [(radius, turn * math.pi / 6) for radius, turn in product(range(8, 100, 3), range(12))]  # above first
+    boxes = [(x, y, POINT, POINT) for x, y in points.values()]
+    offsets: dict[int, tuple[float, float]] = {}
+    for number, (x, y) in points.items():
+        size = (DIGIT[0] * len(str(number)), DIGIT[1])
+        candidates = ((radius * math.sin(angle), radius * math.cos(angle)) for radius, angle in around)
+        offsets[number] = next(
+            (dx, dy) for dx, dy in candidates if not any(overlap((x + dx, y + dy, *size), box) for box in boxes)
+        )
+        dx, dy = offsets[number]
+        boxes.append((x + dx, y + dy, *size))
+    return offsets
+
+
+def overlap(one: Box, other: Box) -> bool:
+    return abs(one[0] - other[0]) < (one[2] + other[2]) / 2 and abs(one[1] - other[1]) < (one[3] + other[3]) / 2
+
+
+def height(right: float) -> float:
+    """Accuracy on a scale of errors: from 80 to 90 % is as far as from 90 to 95 %."""
+    return -math.log(1 - right)
 
 
 def draw(rows: list[Row], what: str, path: Path) -> None:
@@ -124,27 +139,31 @@ def draw(rows: list[Row], what: str, path: Path) -> None:
     title, unit, scale = axis[what]
     data = list(dict.fromkeys(row.data for row in rows))
     with figure_style():
-        figure, panels = subplots(1, len(data), width=4.4 * len(data), height=4.2)
+        figure, panels = subplots(1, len(data), width=4.4 * len(data), height=5)
         for axes, name in zip([panels] if len(data) == 1 else panels, data, strict=True):
             of_data = {number: runs for number, runs in numbered(rows).items() if runs[0].data == name}
             shown = {number: runs for number, runs in of_data.items() if getattr(runs[0], what) is not None}
-            points = {
-                number: (getattr(runs[0], what) / unit, accuracy(runs), "ours" in runs[0].name)
-                for number, runs in shown.items()
-            }
-            texts = labels(points)
-            for number, (x, right, ours) in points.items():
-                y, fill = 100 * right, "full" if shown[number][0].kind == KINDS[0] else "none"
-                axes.plot(x, y, "o", color=color(0 if ours else 1), fillstyle=fill)
-                place = {"xytext": (0, 4), "va": "bottom"} if ours else {"xytext": (0, -4), "va": "top"}
-                text = texts.get(number, "")
-                axes.annotate(text, (x, y), textcoords="offset points", ha="center", fontsize=7, **place)
-            axes.set(xscale=scale, xlabel=title, ylabel="top-1, %", title=name)
-            axes.margins(0.15, 0.15)
+            points = {number: (getattr(runs[0], what) / unit, height(accuracy(runs))) for number, runs in shown.items()}
+            for number, point in points.items():
+                row = shown[number][0]
+                fill = "full" if row.kind == KINDS[0] else "none"
+                axes.plot(*point, "o", color=color(0 if "ours" in row.name else 1), fillstyle=fill)
+            axes.set(xscale=scale, xlabel=title, ylabel="top-1, % (scale of errors)", title=name)
+            axes.margins(0.15, 0.1)
             if scale == "linear":
                 axes.set_xlim(left=0)
+            lowest, highest = axes.get_ylim()
+            ticks = [tick for tick in TICKS if lowest < height(tick / 100) < highest]
+            axes.set_yticks([height(tick / 100) for tick in ticks], [str(tick) for tick in ticks])
             names = [f"{number}  {runs[0].name}, {runs[0].how}" for number, runs in shown.items()]
-            axes.text(0, -0.28, "\n".join(names), transform=axes.transAxes, va="top", fontsize=6)
+            axes.text(0, -0.2, "\n".join(names), transform=axes.transAxes, va="top", fontsize=6)
+            figure.draw_without_rendering()
+            on_paper = axes.transData.transform(list(points.values())) * 72 / figure.dpi
+            offsets = places(dict(zip(points, map(tuple, on_paper), strict=True)))
+            line = {"arrowstyle": "-", "linewidth": 0.4, "color": MUTED, "shrinkA": 0, "shrinkB": 2.5}
+            for number, offset in offsets.items():
+                middle = {"ha": "center", "va": "center", "textcoords": "offset points", "arrowprops": line}
+                axes.annotate(str(number), points[number], offset, fontsize=7, **middle)
         figure.suptitle("blue: ours; filled: measured by us; hollow: reported by them", fontsize=7)
     figure.savefig(path, facecolor="white", bbox_inches="tight")
 

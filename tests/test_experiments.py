@@ -1,6 +1,7 @@
 """Experiments: each committed script runs on a toy budget, and what it concludes follows from its numbers."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -237,11 +238,17 @@ def test_every_small_teacher_but_swin_is_one_that_a_student_can_follow() -> None
             assert len(small_teachers.answers(module, torch.zeros(2, 1, 8, 8))[0]) == 2
 
 
-def test_every_point_of_a_picture_is_named_once_and_those_above_each_other_together() -> None:
-    ours = {1: (6.0, 0.905), 2: (6.1, 0.896), 4: (6.0, 0.889), 5: (6.0, 0.87), 6: (6.0, 0.83)}
-    points = {number: (*point, True) for number, point in ours.items()} | {3: (6.0, 0.892, False), 7: (9.0, 0.8, False)}
-    points[8] = (8.5, 0.799, False)
-    assert headlines.labels(dict(sorted(points.items()))) == {1: "1, 2, 4", 3: "3", 5: "5", 6: "6", 8: "7, 8"}
+def test_every_point_of_a_picture_has_its_number_beside_it_and_nothing_covers_another() -> None:
+    points = {number: (50.0, 50.0 + number / 4) for number in range(1, 13)}  # twelve points nearly on each other
+    points |= {13: (54.0, 50.0), 14: (200.0, 50.0)}
+    offsets = headlines.places(points)
+    assert list(offsets) == list(points)
+    assert math.hypot(*offsets[14]) == pytest.approx(8)
+    numbers = [(points[n][0] + dx, points[n][1] + dy, 4.6 * len(str(n)), 7.0) for n, (dx, dy) in offsets.items()]
+    markers = [(x, y, 6.0, 6.0) for x, y in points.values()]
+    for index, box in enumerate(numbers):
+        for x, y, width, tall in [*numbers[:index], *markers]:
+            assert abs(box[0] - x) >= (box[2] + width) / 2 - 1e-9 or abs(box[1] - y) >= (box[3] + tall) / 2 - 1e-9
 
 
 def test_seeds_of_one_row_stand_together_and_count_as_their_mean() -> None:
