@@ -32,6 +32,7 @@ fast: .venv/test.stamp
 mutants: .venv/test.stamp
 	$(BIN)/python tests/mutants.py
 
+# with trained models beside their teachers: BENCH='--pair cifar10 TEACHER DATA --pair cifar10-distilled TEACHER DATA'
 bench: .venv/test.stamp
 	$(PIP) --no-deps --upgrade --target .venv/timm vit-pytorch einops
 	KINETO_LOG_LEVEL=99 $(BIN)/python benchmarks/suite.py $(BENCH)

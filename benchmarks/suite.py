@@ -26,7 +26,7 @@ import torch
 import training
 from peers import CLASSES, PATCH, PEERS, ROOT, SIDE, answer, available, cct, hugging_face_vit
 from torch import Tensor, nn
-from trained import time_to_accuracy, trained_pair
+from trained import in_short, time_to_accuracy, trained_pair
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.dynamics.cost import count_parameters
@@ -247,7 +247,16 @@ def machine(threads: int) -> str:
     return f"{name}, {os.cpu_count()} cores, {threads} thread(s); {versions}"
 
 
-def write(bench: Bench, curve: dict[str, list[Any]], folder: Path, host: str, minutes: float, quick: bool) -> None:
+def command(options: argparse.Namespace) -> str:
+    """As it was called, without the paths of this machine."""
+    words = [f"--pair {' '.join(map(in_short, pair))}" for pair in options.pair]
+    words += [f"--reached {in_short(run)} {accuracy} {minutes}" for run, accuracy, minutes in options.reached]
+    return "make bench" + (f" BENCH='{' '.join(words)}'" if words else "")
+
+
+def write(
+    bench: Bench, curve: dict[str, list[Any]], folder: Path, host: str, called: str, minutes: float, quick: bool
+) -> None:
     rows = ["| | ours | peer | unit | ratio | 10–90 % | target | met |", "|---|---:|---:|---|---:|---|---:|---|"]
     for line in bench.lines:
         spread = "" if line["spread"] is None else "{:.2f}–{:.2f}".format(*line["spread"])
@@ -260,7 +269,7 @@ def write(bench: Bench, curve: dict[str, list[Any]], folder: Path, host: str, mi
     memory += [f"| {label}, MiB | " + " | ".join(f"{v:g}" for v in curve[kind]) + " |" for kind, label in kinds.items()]
     text = [
         "# Benchmarks", "",
-        f"Written by `make bench` in {minutes:.0f} minutes{' (--quick: no claims)' * quick}. {host}.",
+        f"Written by `{called}` in {minutes:.0f} minutes{' (--quick: no claims)' * quick}. {host}.",
         "Ours and the peer took turns; a ratio is the median over rounds of peer / ours: above 1 ours is better.", "",
         *rows, "", "## Training memory against the number of steps", "", *memory, "",
         *(f"* {note}" for note in bench.notes), "",
@@ -290,7 +299,7 @@ def main(arguments: list[str] | None = None) -> Bench:
     for run, accuracy, spent in options.reached:
         time_to_accuracy(bench, Path(run), float(accuracy), float(spent))
     minutes = (time.perf_counter() - began) / 60
-    write(bench, curve, options.output, machine(options.threads), minutes, options.quick)
+    write(bench, curve, options.output, machine(options.threads), command(options), minutes, options.quick)
     print(f"written: {options.output / 'BENCHMARKS.md'} and benchmarks.json")
     return bench
 

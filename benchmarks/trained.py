@@ -53,9 +53,9 @@ def all_images(model: Any, data: str, quick: bool) -> Tensor:
     return model_input(model, split.fetch(torch.arange(len(split)))[0])
 
 
-def in_short(student: str) -> str:
+def in_short(name: str) -> str:
     """The folder's name, or that of the run it lies in."""
-    path = Path(student).resolve()
+    path = Path(name).resolve()
     return path.parent.name if path.name == "model" else path.name
 
 

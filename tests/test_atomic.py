@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from odevit.atomic import write_file
+from odevit.atomic import filled_folder, write_file
 
 
 def test_the_old_file_stays_when_writing_fails(tmp_path, monkeypatch):
@@ -34,3 +34,13 @@ def test_the_file_takes_its_name_only_when_it_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", spy)
     write_file(target, "Ωhm" * 1000)
     assert seen == ["Ωhm" * 1000] == [target.read_text(encoding="utf-8")]
+
+
+def test_the_folder_one_stands_in_can_be_filled(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    with filled_folder(Path("."), "last") as folder:
+        (folder / "last").write_text("here")
+    assert (home / "last").read_text() == "here"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]

@@ -49,7 +49,7 @@ def test_lines_are_ratios_and_are_written(tmp_path, capsys):
     suite.own_loop(bench, quick=True)
     curve = suite.memory_curve(bench, quick=True)
     assert curve["plain"][-1] > curve["steps"][-1]
-    suite.write(bench, curve, tmp_path, suite.machine(1), 0.1, quick=True)
+    suite.write(bench, curve, tmp_path, suite.machine(1), "make bench", 0.1, quick=True)
     lines = json.loads((tmp_path / "benchmarks.json").read_text())
     assert all({"name", "ours", "peer", "ratio", "target", "met"} <= set(line) for line in lines)
     first = lines[0]

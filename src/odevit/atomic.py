@@ -47,6 +47,7 @@ def filled_folder(target: Path, last: str) -> Iterator[Path]:
 
     Other files in `target` stay: it may be somebody's repository.
     """
+    target = Path(os.path.abspath(target))  # `.` has no name
     temporary = target.with_name(f"{TEMPORARY}{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

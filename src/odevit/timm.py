@@ -6,6 +6,7 @@ and of `features_only` are the steps of the solver.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from odevit.model.config import PRESETS, OdeViTConfig, own_fields
-from odevit.model.layers import NORMS
+from odevit.model.layers import NORMS, interpolate_positions
 from odevit.model.model import OdeViTForImageClassification, OdeViTModel
 from odevit.model.pools import POOLS, Pool
 from odevit.model.solvers import Grid
@@ -49,6 +50,11 @@ class TimmOdeViT(nn.Module):
         if global_pool:
             fields["pool"] = global_pool
         config = OdeViTConfig(**fields)
+        if config.projection_size or config.unit_features:
+            raise ValueError(
+                "timm's head is linear: it has no place for projection_size and unit_features, the head of a CLIP "
+                "tower; use OdeViTForImageClassification"
+            )
         self.flow = OdeViTModel(config)
         self.norm = NORMS[config.final_norm](config.hidden_size, config.layer_norm_eps)
         self.num_features = self.embed_dim = config.hidden_size
@@ -159,12 +165,18 @@ class TimmOdeViT(nn.Module):
 
 
 def from_huggingface(state: dict[str, Tensor], model: nn.Module | None = None) -> dict[str, Tensor]:
-    """Weights of OdeViTForImageClassification under the names they have here; others as they are."""
+    """Weights of OdeViTForImageClassification under the names they have here; others as they are. Positions become
+    those of the model's image size."""
     names = {"odevit.": "flow.", "classifier.": "head."}
-    return {
+    renamed = {
         next((new + name[len(old) :] for old, new in names.items() if name.startswith(old)), name): tensor
         for name, tensor in state.items()
     }
+    if isinstance(model, TimmOdeViT) and "flow.positions" in renamed:
+        positions = renamed["flow.positions"]
+        side = math.isqrt(positions.shape[1] - 1)
+        renamed["flow.positions"] = interpolate_positions(positions, (side, side), model.config.grid)
+    return renamed
 
 
 def register(name: str, fields: dict[str, Any], folder: str | Path | None = None) -> None:
@@ -211,5 +223,5 @@ def to_timm(model: OdeViTForImageClassification) -> TimmOdeViT:
     result = TimmOdeViT(
         **renamed, drop_path_rate=fields.pop("drop_path"), num_classes=int(model.config.num_labels or 0), **fields
     )
-    result.load_state_dict(from_huggingface(model.state_dict()))
+    result.to(device=model.device, dtype=model.dtype).load_state_dict(from_huggingface(model.state_dict()))
     return result.train(model.training)

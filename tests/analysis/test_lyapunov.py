@@ -9,7 +9,7 @@ from problems import tiny_images, tiny_model
 from odevit.analysis import Finding, Study, run_analyses
 from odevit.analysis.lyapunov import run
 from odevit.dynamics.exponents import model_exponents
-from odevit.model.solvers import NonFiniteStateError
+from odevit.model.errors import NonFiniteStateError
 
 
 def study(count: int = 24, teacher=None, **overrides) -> Study:

@@ -108,6 +108,15 @@ def test_thresholds_run_from_safe_to_bold(score):
     assert recorded.scores.shape == recorded.answers.shape == (5, 40)
 
 
+def test_a_model_in_training_is_calibrated_as_it_answers_and_left_as_it_was():
+    model, images = tiny_model(dropout=0.5, tokenizer="conv"), tiny_images(20)
+    before, expected = {name: value.clone() for name, value in model.state_dict().items()}, record(model, images)
+    found = record(model.train(), images)
+    assert torch.equal(found.scores, expected.scores)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_what_a_config_keeps():
     model, images = tiny_model(depth=0.01), tiny_images(60)  # hardly moves: every answer is there after one step
     kept = calibrate_model(model, images, alpha=0.05, delta=0.05)

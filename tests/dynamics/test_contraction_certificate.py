@@ -157,6 +157,17 @@ def test_margin_loss_asks_for_radii_and_not_for_scale() -> None:
         assert float(margin_loss(model, model(images).logits, targets, 0.1)) == pytest.approx(float(loss), rel=1e-4)
 
 
+def test_two_equal_rows_of_the_head_do_not_spoil_the_loss() -> None:
+    model, images = contractive_model(), torch.randn(4, 1, 8, 8)
+    with torch.no_grad():
+        model.classifier.weight[1] = model.classifier.weight[0]
+    targets = nn.functional.one_hot(torch.tensor([0, 1, 2, 3]), 10).float()
+    loss = margin_loss(model, model(images).logits, targets, 0.1)
+    loss.backward()
+    assert bool(loss.isfinite())
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
 def test_what_is_not_covered_is_named() -> None:
     sequential = contractive_model()
     sequential.classifier = nn.Sequential(nn.Linear(16, 10), nn.ReLU())  # type: ignore[assignment]

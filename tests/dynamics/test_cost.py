@@ -172,3 +172,19 @@ def test_help_answers_at_once():
     assert "quickstart" in result.stdout
     assert "info" in result.stdout
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1  # seconds of CPU time
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_models_of_other_precision_are_counted_and_described(dtype):
+    model = tiny_model(mixing="depthwise")
+    expected = describe(model)
+    found = describe(model.to(dtype))
+    assert found["macs"] == expected["macs"]
+    assert found["lipschitz_bound"] == pytest.approx(expected["lipschitz_bound"], rel=0.1)
+
+
+@pytest.mark.parametrize("options", [{"pool": "sequence"}, {"projection_size": 8}])
+def test_what_reads_the_state_is_no_part_of_the_flow(options):
+    once, twice = (count_macs(tiny_model(**options), num_steps=steps) for steps in (1, 2))
+    assert twice.flow == 2 * once.flow
+    assert once.flow == count_macs(tiny_model(), num_steps=1).flow

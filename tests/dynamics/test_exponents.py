@@ -19,9 +19,10 @@ from odevit.dynamics.flow import flow_map
 from odevit.dynamics.jacobian import forward_derivatives
 from odevit.dynamics.tangents import JetField, orthonormalise, push
 from odevit.model.config import OdeViTConfig
+from odevit.model.errors import NonFiniteStateError
 from odevit.model.layers import ATTENTIONS, NORMS
 from odevit.model.model import OdeViTForImageClassification
-from odevit.model.solvers import SOLVERS, NonFiniteStateError
+from odevit.model.solvers import SOLVERS
 
 
 def tiny_model(**overrides) -> OdeViTForImageClassification:

@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from problems import tiny_images, tiny_model
 from torch import Tensor
 
 from odevit.dynamics.bounds import field_bound
+from odevit.dynamics.exponents import model_exponents
 from odevit.dynamics.jacobian import curvature, error_bound, forward_derivatives, jacobian_norm, linearise, log_norm
 from odevit.model.field import VectorField
 from odevit.model.layers import ATTENTIONS
@@ -239,3 +241,11 @@ def test_error_bound_on_a_vector_field_over_its_horizon():
     assert (error <= bounds[0]).all()
     assert (bounds[0] <= bounds[1]).all()  # μ ≤ ‖J‖ ≤ bound
     assert (bounds[1] <= bounds[2]).all()
+
+
+def test_half_precision_is_refused_with_a_way_out():
+    model = tiny_model().bfloat16()
+    with pytest.raises(ValueError, match=r"single or double precision, got torch.bfloat16: model.float\(\)"):
+        model_exponents(model, tiny_images(1).bfloat16())
+    with pytest.raises(ValueError, match="single or double precision"):
+        field_bound(model.odevit.fields[0], torch.zeros(1, 17, 8).bfloat16())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from problems import tiny_images, tiny_model
+from problems import contractive_model, tiny_images, tiny_model
 
 from odevit.dynamics.cost import count_macs
 from odevit.dynamics.setting import Setting, affordable_settings, cheapest, try_settings
@@ -22,6 +22,16 @@ def test_costs_are_those_of_a_count_and_no_setting_is_dearer_than_the_models_own
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("fields", "depth"), [(1, 4.0), (2, 8.0), (3, 4.0)])
+def test_settings_of_a_contractive_model_are_those_that_never_expand(fields, depth):
+    model = contractive_model(num_fields=fields, depth=depth, num_steps=12)
+    found = affordable_settings(model)
+    assert {solver for solver, _, _ in found} >= {"euler", "lie_trotter"}
+    for solver, steps, macs in found:
+        assert steps >= model.config.least_steps(solver)
+        assert macs == count_macs(model, solver=solver, num_steps=steps).total <= count_macs(model).total
+
+
 def test_accuracies_are_the_models():
     model, images = tiny_model(num_steps=4), tiny_images(12)
     with torch.no_grad():

@@ -88,6 +88,11 @@ def test_what_cannot_be_halted_says_so():
         model(images, halting=rule)
 
 
+def test_a_single_class_has_no_margin():
+    with pytest.raises(ValueError, match="no runner-up"):
+        tiny_model(num_labels=1)(tiny_images(2), halting=Threshold("margin", 0.5))
+
+
 def test_a_saved_rule_belongs_to_its_model(tmp_path):
     model, images = spread_model(), tiny_images(8)
     with pytest.raises(ValueError, match="odevit calibrate"):
@@ -100,9 +105,13 @@ def test_a_saved_rule_belongs_to_its_model(tmp_path):
     own = model(images, halting=Threshold("margin", 0.1))
     assert torch.equal(loaded(images, halting="calibrated").steps, own.steps)
     loaded.config.num_steps = 7
-    with pytest.raises(ValueError, match="calibrated for 6 steps of euler, the model now takes 7"):
+    with pytest.raises(ValueError, match="calibrated for 6 steps of euler, now 7 of euler"):
         saved_rule(loaded)
     loaded.config.num_steps = 6
+    assert torch.equal(loaded(images, halting="calibrated", num_steps=6, solver="euler").steps, own.steps)
+    for other in ({"num_steps": 48}, {"solver": "midpoint"}):  # nothing was proven of these
+        with pytest.raises(ValueError, match="calibrated for 6 steps of euler, now"):
+            loaded(images, halting="calibrated", **other)
     with torch.no_grad():
         loaded.classifier.bias += 1e-3
     with pytest.raises(ValueError, match="calibrated for other weights"):

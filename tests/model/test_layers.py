@@ -245,3 +245,13 @@ def test_positions_keep_cls_and_interpolate_a_smooth_image_truly():
     cols = ((torch.arange(24) + 0.5) * 8 / 24 - 0.5) / 7 * 2 - 1
     expected = torch.stack([rows[:, None].expand(16, 24), cols.expand(16, 24), rows[:, None] * cols], -1)
     assert torch.allclose(grid[4:-4, 6:-6], expected[4:-4, 6:-6], atol=0.02)  # a cell is 0.29 wide
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_maps_exist_in_half_precision_and_are_those_that_were_used(name, dtype):
+    torch.manual_seed(0)
+    attention = ATTENTIONS[name](8, 2).to(dtype)
+    x = torch.randn(2, 5, 8).to(dtype)
+    assert torch.allclose(attention.map(x), attention.attend(x)[1], atol=1e-2)
+    assert torch.allclose(attention.map(x).float().sum(-1), torch.ones(2, 2, 5), atol=2e-2)

@@ -183,8 +183,44 @@ def test_until_stops_at_the_first_step_that_reaches_the_time(solver):
         output = model(images, num_steps=4, until=0.5, output_attentions=True)
         assert len(output.attentions) == 2
         assert torch.allclose(output.logits, model.classify(states[2]), atol=1e-6)
-    with pytest.raises(ValueError, match="within"):
-        model.odevit.evolve(tokens, 4, solver, until=1.5)
+    for wrong in (1.5, -0.5, float("nan")):
+        with pytest.raises(ValueError, match="within"):
+            model.odevit.evolve(tokens, 4, solver, until=wrong)
+
+
+def test_maps_of_the_beginning_are_those_of_the_whole():
+    """With the model's own number of steps, not given again; the second field begins in the middle."""
+    images = torch.randn(2, 1, 8, 8)
+    for fields, steps in ((2, 4), (2, 2), (3, 5)):
+        model = tiny(num_fields=fields, num_steps=steps)
+        whole = model(images, output_attentions=True).attentions
+        early = model(images, output_attentions=True, until=0.5).attentions
+        assert 0 < len(early) < len(whole)
+        assert all(torch.equal(one, other) for one, other in zip(early, whole, strict=False))
+
+
+def test_adaptive_solvers_stop_at_until_and_never_see_what_comes_after():
+    model, images = tiny(num_fields=2), torch.randn(2, 1, 8, 8)
+    tokens = model.odevit.embed(images)
+    whole, half, nothing = (model.odevit.evolve(tokens, solver="dopri5", until=until) for until in (1.0, 0.5, 0.0))
+    assert 0 < half.evaluations.F < whole.evaluations.F
+    assert nothing.evaluations.F == 0
+    assert torch.equal(nothing.xs[-1], tokens)
+    with torch.no_grad():
+        model.odevit.fields[1].mlp.w2.weight.fill_(float("nan"))
+    again = model.odevit.evolve(tokens, solver="dopri5", until=0.5)
+    assert torch.equal(again.xs, half.xs)
+    states = model.odevit.evolve(tokens, solver="dopri5", until=0.5, save_at=[0.2, 0.5])
+    assert states.xs.shape[0] == 2
+
+
+@pytest.mark.parametrize("options", [{"mixing": "depthwise"}, {"pool": "flatten"}])
+def test_what_knows_its_neighbours_refuses_images_that_are_not_square(options):
+    """Also 2 × 8 patches, as many as 4 × 4: they would be mixed, or read, as if they lay elsewhere."""
+    model = tiny(**options)
+    with pytest.raises(ValueError, match="must be square, got 4×16"):
+        model(torch.randn(1, 1, 4, 16), interpolate_pos_encoding=True)
+    assert tiny()(torch.randn(1, 1, 4, 16), interpolate_pos_encoding=True).logits.shape == (1, 3)
 
 
 def test_the_certificate_says_what_it_does_not_cover():

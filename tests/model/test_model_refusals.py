@@ -86,3 +86,17 @@ def test_unknown_presets_and_fields_list_the_valid_ones():
     with pytest.raises(ValueError, match=f"unknown config field 'hiden_size'; valid fields: {', '.join(own_fields())}"):
         OdeViTForImageClassification.from_preset("cifar-nano", hiden_size=3)
     assert OdeViTForImageClassification.from_preset("cifar-nano", num_labels=7).classifier.out_features == 7
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"spectral_cap": float("nan")},
+        {"layer_norm_eps": -1.0},
+        {"feature_times": [float("nan")]},
+        {"image_std": [0.5, -0.5, 0.5]},
+    ],
+)
+def test_numbers_that_would_fail_later_are_refused_at_once(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        OdeViTConfig(**{**TINY, **fields})

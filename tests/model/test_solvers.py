@@ -6,7 +6,8 @@ import pytest
 import torch
 from problems import Counting, Linear, Logistic, observed_order, small_field, tiny_images, tiny_model
 
-from odevit.model.solvers import ADAPTIVE, SOLVERS, Grid, NonFiniteStateError, SolverError, register_solver, solve
+from odevit.model.errors import NonFiniteStateError, SolverError
+from odevit.model.solvers import ADAPTIVE, SOLVERS, Grid, register_solver, solve
 
 X0 = torch.tensor([[0.2], [0.9], [2.5]], dtype=torch.float64)
 

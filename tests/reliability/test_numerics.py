@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from odevit import NonFiniteStateError, OdeViTConfig, OdeViTForImageClassification
-from odevit.model.solvers import SOLVERS, SolverError
+from odevit.model.errors import SolverError
+from odevit.model.solvers import SOLVERS
 
 SIZES = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_attention_heads": 2}
 

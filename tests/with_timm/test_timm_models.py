@@ -188,3 +188,22 @@ def test_a_preset_without_weights_says_so():
         timm.create_model("odevit_cifar_nano", pretrained=True)
     with pytest.raises(TypeError, match="unknown field widht"):
         timm.create_model("odevit_cifar_nano", widht=3)
+
+
+def test_weights_follow_another_image_size():
+    model = timm.create_model("odevit_cifar10", pretrained=True, img_size=64).eval()
+    ours = OdeViTForImageClassification.from_pretrained(odevit.zoo("cifar10"), image_size=64).eval()
+    images = tiny_images(2, size=64)
+    with torch.no_grad():
+        assert torch.allclose(model(images), ours(images).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"unit_features": True}, {"projection_size": 8}])
+def test_a_head_that_timm_cannot_have_is_refused(options):
+    with pytest.raises(ValueError, match="no place for projection_size and unit_features"):
+        to_timm(perturbed_model(**options))
+
+
+def test_precision_is_kept():
+    model = to_timm(perturbed_model().double())
+    assert {p.dtype for p in model.parameters()} == {torch.float64}

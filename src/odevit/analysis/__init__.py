@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from odevit.model.solvers import SolverError
+from odevit.model.errors import SolverError
 from odevit.registry import Registry
 
 if TYPE_CHECKING:

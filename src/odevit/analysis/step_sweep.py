@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from odevit.model.solvers import SOLVERS, NonFiniteStateError
+from odevit.model.errors import NonFiniteStateError
+from odevit.model.solvers import SOLVERS
 
 STEP_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100)
 REFERENCE = ("rk4", 64)  # 256 evaluations: stands for the exact flow

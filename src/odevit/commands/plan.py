@@ -35,7 +35,7 @@ def plan(
         "images": f"{numbers['images']:,}" + (f" × {numbers['views']} views" if numbers["views"] > 1 else ""),
         "parameters (trained)": f"{numbers['parameters']:,} ({numbers['trainable']:,})",
         "teacher's parameters": numbers["teacher_parameters"],
-        "multiply-accumulates, one image": f"{numbers['macs_per_image'] / 1e9:,.3f} G",
+        "multiply-accumulates to train on an image": f"{numbers['macs_per_image'] / 1e9:,.3f} G",
         "multiply-accumulates, an epoch": f"{numbers['macs_per_epoch'] / 1e15:,.3f} P",
         "memory of a process": f"{numbers['memory_per_process'] / 1e9:,.2f} GB",
         "cache on disk": f"{numbers['cache'] / 1e9:,.2f} GB" + _shared(numbers),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from odevit.dynamics.jacobian import check_precision
 from odevit.model.contractive import ContractiveField
 from odevit.model.field import VectorField
 from odevit.model.layers import Attention, CenterNorm, DepthwiseMixing, L2Attention, Mlp
@@ -177,6 +178,7 @@ def field_bound(field: VectorField | ContractiveField, x: Tensor) -> Tensor:
 
     An Euler step of size h then has a Jacobian norm of at most 1 + h times this.
     """
+    check_precision(x)
     if isinstance(field, ContractiveField):
         return x.new_full((x.shape[0],), sum(stiffness(field, x.shape[-2])))
     bound_F = norm_bound(field.norm_f, x) * mlp_bound(field.mlp, x.shape[-2]) + field.damping

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from odevit.checksum import checksum
+from odevit.dynamics.flow import evaluating
 from odevit.model.halting import SCORES, Moment
 from odevit.model.solvers import SOLVERS, Grid
 
@@ -69,23 +70,23 @@ class Record(NamedTuple):
     scores: Tensor
 
 
-@torch.no_grad()
 def record(model: Any, images: Tensor, score: str = "margin", batch_size: int = 64) -> Record:
     """Answers and scores of images (N, c, H, W), prepared for the model, after every step of its own setting."""
     config = model.config
     grid, step = Grid(config.num_steps, config.horizon, config.num_fields), SOLVERS[config.solver].step
     answers, scores = [], []
-    for batch in images.split(batch_size):
-        x = model.odevit.embed(batch)
-        logits, said, found = model.classify(x), [], []
-        for i, (phase, h) in enumerate(grid.steps(), start=1):
-            y = step(model.odevit.fields[phase], x, h)
-            now = model.classify(y)
-            said.append(now.argmax(dim=1))
-            found.append(SCORES[score].value(Moment(i, grid, config.solver, x, y, logits, now)))
-            x, logits = y, now
-        answers.append(torch.stack(said))
-        scores.append(torch.stack(found).double())
+    with evaluating(model):
+        for batch in images.split(batch_size):
+            x = model.odevit.embed(batch)
+            logits, said, found = model.classify(x), [], []
+            for i, (phase, h) in enumerate(grid.steps(), start=1):
+                y = step(model.odevit.fields[phase], x, h)
+                now = model.classify(y)
+                said.append(now.argmax(dim=1))
+                found.append(SCORES[score].value(Moment(i, grid, config.solver, x, y, logits, now)))
+                x, logits = y, now
+            answers.append(torch.stack(said))
+            scores.append(torch.stack(found).double())
     return Record(torch.cat(answers, dim=1), torch.cat(scores, dim=1))
 
 

@@ -90,12 +90,15 @@ def flow_growth(model: Any, num_steps: int | None = None, solver: str | None = N
     return growth
 
 
+NEAREST = 1e-6  # rows of a head count as at least so far apart: two equal ones must not make the loss nan
+
+
 def class_distances(model: Any) -> Tensor:
     """‖w_i - w_j‖ of the head's rows, (C, C), differentiable (the diagonal is 0 with gradient 0)."""
     weight = model.classifier.weight
     square = (weight.unsqueeze(1) - weight).square().sum(dim=-1)
     same = torch.eye(len(weight), dtype=torch.bool, device=weight.device)
-    return torch.where(same, 0.0, torch.where(same, 1.0, square).sqrt())
+    return torch.where(same, 0.0, torch.where(same, 1.0, square).clamp_min(NEAREST**2).sqrt())
 
 
 @torch.no_grad()

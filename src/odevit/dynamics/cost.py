@@ -45,14 +45,14 @@ def count_macs(
     ghost = copy.deepcopy(model).eval().to("meta")
     _drop_parametrizations(ghost)
     shape = shape or (config.num_channels, config.image_size, config.image_size)
-    image = torch.empty(1, *shape, device="meta")
+    image = torch.empty(1, *shape, device="meta", dtype=next((p.dtype for p in model.parameters()), None))
     options = {name: value for name, value in (("num_steps", num_steps), ("solver", solver)) if value is not None}
     with FlopCounterMode(display=False) as counter, forward_derivatives(), torch.no_grad():
         ghost(image, **options)
     total = counter.get_total_flops() // 2
     around = 0
     for name, module in ghost.named_modules():
-        if isinstance(module, nn.Conv2d) or name in ("classifier", "head"):
+        if isinstance(module, nn.Conv2d) or name in ("classifier", "head", "pool", "projection"):
             counts = counter.get_flop_counts().get(f"{type(ghost).__name__}.{name}", {})
             around += sum(counts.values()) // 2
     return Macs(total, total - around)
@@ -87,10 +87,11 @@ def describe(model: Any, *, num_steps: int | None = None, solver: str | None = N
     macs = count_macs(model, num_steps=num_steps, solver=solver)
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(1, config.num_channels, config.image_size, config.image_size, generator=generator)
+    single = model if model.dtype.itemsize >= 4 else copy.deepcopy(model).float()  # half has no singular values
     with torch.no_grad():
-        tokens = model.odevit.embed(image.to(next(model.parameters()).device))
+        tokens = single.odevit.embed(image.to(next(single.parameters())))
         try:
-            bounds = [float(field_bound(field, tokens)) for field in model.odevit.fields]
+            bounds = [float(field_bound(field, tokens)) for field in single.odevit.fields]
         except ValueError:  # no bound is known for this attention
             bounds = []
     return {

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from odevit.dynamics.flow import blind_to_constants, evaluating, flow_map
-from odevit.dynamics.jacobian import linearise
+from odevit.dynamics.jacobian import check_precision, linearise
 from odevit.dynamics.lanczos import Map, largest_singular_values
 from odevit.dynamics.tangents import orthonormalise, push
-from odevit.model.solvers import NonFiniteStateError
+from odevit.model.errors import NonFiniteStateError
 
 PRODUCTS, FEWEST = 40, 10  # with Φ, and as many with Φᵀ, at most: in blocks of k, of which there may be FEWEST anyway
 TOLERANCE = 5e-3  # residual of a singular value at which iteration stops; the error is of the order of its square
@@ -46,6 +46,7 @@ def finite_time_exponents(
     """
     if total_time <= 0:
         raise ValueError(f"total_time must be positive, got {total_time}")
+    check_precision(x)
     end, forward, backward = linearise(flow, x)
     if not bool(torch.isfinite(end).all()):
         raise NonFiniteStateError(None, total_time)

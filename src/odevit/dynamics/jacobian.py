@@ -29,6 +29,12 @@ def forward_derivatives() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
 
 
+def check_precision(x: Tensor) -> None:
+    """Singular values are not to be had in half precision, and would mean little."""
+    if x.dtype.itemsize < 4:
+        raise ValueError(f"bounds and exponents need single or double precision, got {x.dtype}: model.float()")
+
+
 def linearise(f: Map, x: Tensor) -> tuple[Tensor, Map, Map]:
     """f(x), v ↦ J v and u ↦ Jᵀ u at x, from one evaluation of f: for many products at the same state.
 

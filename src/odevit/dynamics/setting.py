@@ -24,11 +24,12 @@ def affordable_settings(model: Any) -> list[tuple[str, int, int]]:
     own = None if config.solver in ADAPTIVE else count_macs(model).total
     found = []
     for solver in SOLVERS:
-        least, more = (count_macs(model, solver=solver, num_steps=fields * times).total for times in (1, 2))
+        first = -(-config.least_steps(solver) // fields) * fields  # as many steps for every field
+        least, more = (count_macs(model, solver=solver, num_steps=steps).total for steps in (first, first + fields))
         per_step = (more - least) // fields
-        most = config.num_steps if own is None else fields + (own - least) // per_step
+        most = config.num_steps if own is None else first + (own - least) // per_step
         counts = range(config.least_steps(solver), most + 1)
-        found += [(solver, steps, least + (steps - fields) * per_step) for steps in counts]
+        found += [(solver, steps, least + (steps - first) * per_step) for steps in counts]
     return sorted(found, key=lambda setting: setting[2])
 
 

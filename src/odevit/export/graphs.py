@@ -78,7 +78,7 @@ def frozen(model: OdeViTForImageClassification) -> OdeViTForImageClassification:
 
 def chosen_flow(model: OdeViTForImageClassification, num_steps: int | None, solver: str | None) -> tuple[int, str]:
     """Steps and solver of the exported flow: the model's own unless given. Adaptive solvers cannot be unrolled."""
-    steps, name = num_steps or model.config.num_steps, solver or model.config.solver
+    steps, name = model.config.num_steps if num_steps is None else num_steps, solver or model.config.solver
     check_solver(name)
     if name in ADAPTIVE:
         raise ValueError(

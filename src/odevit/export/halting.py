@@ -99,7 +99,7 @@ def halting_runner(folder: Path) -> Any:
         inputs, answers = {"images": images.numpy()}, torch.empty(len(images), len(rule["labels"]))
         for count, name in enumerate(rule["graphs"], start=1):
             state, logits, score = sessions[name].run(None, inputs)
-            done = score >= rule["threshold"] if count < len(rule["graphs"]) else score == score
+            done = (score >= rule["threshold"]) | (count == len(rule["graphs"]))
             answers[under_way[done]], steps[under_way[done]] = torch.from_numpy(logits[done]), count
             under_way, inputs = under_way[~done], {"state_before": state[~done], "logits_before": logits[~done]}
             if not len(under_way):

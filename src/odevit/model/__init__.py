@@ -2,9 +2,10 @@
 
 from odevit.model.backbone import OdeViTBackbone
 from odevit.model.config import PRESETS, OdeViTConfig
+from odevit.model.errors import NonFiniteStateError, SolverError
 from odevit.model.field import VectorField
 from odevit.model.model import OdeViTForImageClassification, OdeViTModel
-from odevit.model.solvers import SOLVERS, NonFiniteStateError, Solution, SolverError, solve
+from odevit.model.solvers import SOLVERS, Solution, solve
 
 __all__ = [
     "PRESETS",

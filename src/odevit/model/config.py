@@ -58,7 +58,7 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     mixing: "none" or "depthwise" (a 3×3 depthwise convolution on the patch grid inside F, the identity at the start).
     damping: ρ ≥ 0 of a term −ρX in the field, which lowers its log-norm by ρ per unit of depth; 0 is the paper.
     layer_norm_eps: of every LayerNorm, where there is one.
-    bias: biases in the attention and MLP matrices (the paper has none; a ViT's blocks have).
+    bias: biases in the attention and MLP matrices (the paper has none; a ViT's blocks have); L2 attention has none.
     final_norm: norm before the classifier: "none" (the paper from scratch), "layer" (as behind a teacher) or "center".
     embedding_norm: norm of the tokens before the flow, "none" but behind a CLIP teacher.
     projection_size, unit_features: what the head reads is projected to this width, and brought to length one, as by the
@@ -156,7 +156,7 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     def _check_feature_times(self) -> None:
         times = self.feature_times
         if times is not None and (
-            not times or sorted(set(times)) != times or times[0] <= 0 or times[-1] > self.horizon
+            not times or sorted(set(times)) != times or not 0 < times[0] <= times[-1] <= self.horizon
         ):
             raise ValueError(f"feature_times must increase within (0, {self.horizon:g}], got {times}")
 
@@ -180,8 +180,10 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.projection_size is not None and self.projection_size <= 0:
             raise ValueError(f"projection_size must be positive or None, got {self.projection_size}")
-        if self.spectral_cap is not None and self.spectral_cap <= 0:
+        if self.spectral_cap is not None and not 0 < self.spectral_cap < math.inf:
             raise ValueError(f"spectral_cap must be positive or None, got {self.spectral_cap}")
+        if not 0 < self.layer_norm_eps < math.inf:
+            raise ValueError(f"layer_norm_eps must be positive, got {self.layer_norm_eps}")
         for name in ("dropout", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
@@ -191,8 +193,8 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
                 raise ValueError(f"{name} needs one value per channel ({self.num_channels}), got {values}")
             if values is not None and not all(math.isfinite(value) for value in values):
                 raise ValueError(f"{name} must be finite, got {values}")
-        if self.image_std is not None and not all(self.image_std):
-            raise ValueError(f"image_std must not be zero, got {self.image_std}")
+        if self.image_std is not None and min(self.image_std) <= 0:
+            raise ValueError(f"image_std must be positive, got {self.image_std}")
 
     def _check_contractive(self) -> None:
         check_steps(self.solver, self.num_steps, self.depth, self.num_fields)

@@ -16,7 +16,8 @@ from torch.nn.utils import parametrize
 
 from odevit.checksum import checksum
 from odevit.model.contractive import check_steps
-from odevit.model.solvers import ADAPTIVE, SOLVERS, Evaluations, Grid, NonFiniteStateError, check_solver
+from odevit.model.errors import NonFiniteStateError
+from odevit.model.solvers import ADAPTIVE, SOLVERS, Evaluations, Grid, check_solver
 from odevit.registry import Registry
 
 
@@ -64,6 +65,8 @@ def register_score(thresholds: list[float]) -> Callable[[Callable[[Moment], Tens
 @register_score(SHARES)
 def margin(moment: Moment) -> Tensor:
     """Probability of the answer minus that of the runner-up."""
+    if moment.logits.shape[1] < 2:
+        raise ValueError("a head with a single class has no runner-up, so its answers have no margin")
     best = moment.logits.double().softmax(dim=1).topk(2, dim=1).values
     return best[:, 0] - best[:, 1]
 
@@ -104,8 +107,11 @@ class Threshold:
         return SCORES[self.score].value(moment) >= self.threshold
 
 
-def saved_rule(model: Any) -> Threshold:
-    """The calibrated rule in a model's config; ValueError when it has none, or one of other weights or settings."""
+def saved_rule(model: Any, num_steps: int | None = None, solver: str | None = None) -> Threshold:
+    """The calibrated rule in a model's config; ValueError when it has none, or one of other weights or settings.
+
+    num_steps, solver: those that it is wanted for, where they are not the config's.
+    """
     saved = model.config.halting
     advice = "run: odevit calibrate MODEL --data …"
     if not saved:
@@ -115,14 +121,14 @@ def saved_rule(model: Any) -> Threshold:
         raise ValueError(f"the config's halting lacks {', '.join(wrong)}; {advice}")
     if saved["checksum"] != checksum(model):
         raise ValueError(
-            "the rule for stopping early was calibrated for other weights than these (another model's config.json, or "
-            f"trained since), so its guarantee does not hold; {advice}"
+            "the rule for stopping early was calibrated for other weights than these (another model's config.json, "
+            f"trained since, or converted to {model.dtype}), so its guarantee does not hold; {advice}"
         )
-    own = (model.config.solver, model.config.num_steps)
+    own = (solver or model.config.solver, model.config.num_steps if num_steps is None else num_steps)
     if (saved["solver"], saved["num_steps"]) != own:
         raise ValueError(
             f"the rule for stopping early was calibrated for {saved['num_steps']} steps of {saved['solver']}, "
-            f"the model now takes {own[1]} of {own[0]}; {advice}"
+            f"now {own[1]} of {own[0]} are asked for; {advice}"
         )
     if not isinstance(saved["threshold"], int | float) or not isinstance(saved["score"], str):
         raise ValueError(f"the config's halting has a threshold of {saved['threshold']!r}, not a number; {advice}")

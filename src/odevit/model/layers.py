@@ -157,8 +157,8 @@ class L2Attention(Attention):
         return self.merge(F.scaled_dot_product_attention(q, q, v, attn_mask=mask, scale=2 * self.scale))
 
     def map(self, x: Tensor) -> Tensor:
-        q = self.split(self.query(x))
-        return torch.softmax(-self.scale * torch.cdist(q, q).square(), dim=-1)
+        q, penalty, _ = self.logits_and_values(x)
+        return torch.softmax(2 * self.scale * q @ q.mT + penalty, dim=-1)
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, penalty, v = self.logits_and_values(x)

@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 
 from odevit.model.config import OdeViTConfig
 from odevit.model.contractive import ContractiveField, check_steps
+from odevit.model.errors import check_logits
 from odevit.model.field import FIELDS
 from odevit.model.halting import Rule, halt, saved_rule
 from odevit.model.image_processor import OdeViTImageProcessor, square_processor
@@ -30,7 +31,7 @@ from odevit.model.layers import (
 )
 from odevit.model.pools import POOLS, Pool, TokenScore
 from odevit.model.saved import follow_umask, read_model
-from odevit.model.solvers import Evaluations, Grid, Solution, check_logits, solve
+from odevit.model.solvers import Evaluations, Grid, Solution, solve
 from odevit.model.spectral import cap_spectral_norms_, spectral_init_
 
 
@@ -225,7 +226,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
         output = OdeViTOutput(
             last_hidden_state=states[-1],
             hidden_states=states if with_states else None,
-            attentions=self.attention_maps(states, num_steps) if with_maps else None,
+            attentions=self.attention_maps(states, num_steps or self.config.num_steps) if with_maps else None,
             evaluations=solution.evaluations,
         )
         return output if return_dict is not False else output.to_tuple()
@@ -246,6 +247,12 @@ class OdeViTModel(OdeViTPreTrainedModel):
         if interpolate and (height % patch or width % patch or min(height, width) < patch):
             raise ValueError(
                 f"with interpolate_pos_encoding the sides must be multiples of {patch}, got {height}×{width}"
+            )
+        square = self.config.mixing != "none" or self.config.pool == "flatten"
+        if interpolate and square and height != width:
+            raise ValueError(
+                f"with mixing={self.config.mixing!r} and pool={self.config.pool!r} images must be square, "
+                f"got {height}×{width}"
             )
         if not interpolate and (height, width) != (size, size):
             raise ValueError(
@@ -309,7 +316,8 @@ class OdeViTForImageClassification(OdeViTPreTrainedModel):
         weights are then checked at every call (`saved_rule(model)` checks once).
         """
         if halting is not None:
-            rule = saved_rule(self) if halting == "calibrated" else halting
+            asked = kwargs.get("num_steps"), kwargs.get("solver")
+            rule = saved_rule(self, *asked) if halting == "calibrated" else halting
             logits, steps, evaluations = halt(self, pixel_values, rule, **kwargs)
             outputs = OdeViTOutput(evaluations=evaluations)
         else:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
+from odevit.model.errors import NonFiniteStateError, SolverError
 from odevit.registry import Registry
 
 
@@ -39,37 +40,6 @@ class Solution(NamedTuple):
     xs: Tensor
     ts: Tensor
     evaluations: Evaluations
-
-
-class SolverError(ArithmeticError):
-    """The integration could not be finished."""
-
-
-class NonFiniteStateError(SolverError):
-    """A state became NaN or infinite. `step` is None for adaptive solvers."""
-
-    def __init__(self, step: int | None, time: float):
-        self.step, self.time = step, time
-        where = f"at t = {time:.4g}" if step is None else f"after step {step} (t = {time:.4g})"
-        super().__init__(
-            f"the state is not finite {where}. CenterNorm does not bound the state: lower the learning rate or the "
-            "depth, use more solver steps, or hold the weights with spectral_cap."
-        )
-
-
-class NonFiniteLogitsError(NonFiniteStateError):
-    """The state is finite and what the head makes of it is not."""
-
-    def __init__(self) -> None:
-        self.step, self.time = None, math.nan
-        ArithmeticError.__init__(self, "the last state is finite, the logits are not: the head's weights are too large")
-
-
-def check_logits(logits: Tensor) -> Tensor:
-    """The same; an error when they are NaN or infinite (not inside compiled and exported graphs)."""
-    if not torch.compiler.is_compiling() and not logits.is_meta and not bool(torch.isfinite(logits).all()):
-        raise NonFiniteLogitsError
-    return logits
 
 
 Step = Callable[[Any, Tensor, float], Tensor]
@@ -221,7 +191,7 @@ def solve(
         if times is None:
             steps = [t for t in Grid(num_steps, horizon, len(parts)).times() if t < end]
             times = [end] if save_at == "end" else [*steps, end]
-        return _solve_adaptive(parts, x, times, horizon, solver, rtol, atol)
+        return _solve_adaptive(parts, x, times, horizon, end, solver, rtol, atol)
 
     grid = Grid(num_steps, horizon, len(parts))
     knots = grid.times()
@@ -265,8 +235,8 @@ def solve(
 
 def _check_times(times: Sequence[float], horizon: float) -> list[float]:
     result = [float(t) for t in times]
-    if not result or sorted(result) != result or result[0] < 0 or result[-1] > horizon * (1 + 1e-9):
-        raise ValueError(f"save_at must be non-empty, increasing and within [0, {horizon}], got {result}")
+    if not result or sorted(result) != result or not 0 <= result[0] <= result[-1] <= horizon * (1 + 1e-9):
+        raise ValueError(f"times (save_at, until) must be non-empty, increasing and within [0, {horizon}], got {result}")
     return result
 
 
@@ -307,8 +277,9 @@ def _largest_rms(x: Tensor) -> Tensor:
 
 
 def _solve_adaptive(
-    parts: Sequence[Any], x: Tensor, times: list[float], horizon: float, method: str, rtol: float, atol: float
-) -> Solution:
+    parts: Sequence[Any], x: Tensor, times: list[float], horizon: float, end: float, method: str, rtol: float,
+    atol: float,
+) -> Solution:  # fmt: skip
     try:
         from torchdiffeq import odeint
     except ImportError as error:  # the model's code may run without odevit and what it installs, see odevit.export.hub
@@ -316,9 +287,12 @@ def _solve_adaptive(
 
     calls, states = 0, []
     for phase, field in enumerate(parts):
-        start, end = horizon * phase / len(parts), horizon * (phase + 1) / len(parts)
-        last = phase == len(parts) - 1
-        wanted = [t for t in times if start <= t and (t < end or last)]
+        start, stop = horizon * phase / len(parts), min(end, horizon * (phase + 1) / len(parts))
+        last = phase == len(parts) - 1 or stop >= end
+        wanted = [t for t in times if start <= t and (t < stop or last)]
+        if start == stop:  # nothing to integrate
+            states += [x] * len(wanted)
+            break
 
         def drift(t: Tensor, state: Tensor, field: Field = field) -> Tensor:
             nonlocal calls
@@ -327,7 +301,7 @@ def _solve_adaptive(
                 raise NonFiniteStateError(None, float(t))
             return field(state)
 
-        knots = sorted({start, *(min(t, end) for t in wanted), end})
+        knots = sorted({start, *(min(t, stop) for t in wanted), stop})
         try:
             path = odeint(
                 drift,
@@ -340,9 +314,11 @@ def _solve_adaptive(
             )
         except AssertionError as error:  # torchdiffeq's way to say that no step size reaches the tolerance
             raise SolverError(
-                f"{method} cannot reach rtol={rtol}, atol={atol} between t = {start:.4g} and {end:.4g} ({error}): "
+                f"{method} cannot reach rtol={rtol}, atol={atol} between t = {start:.4g} and {stop:.4g} ({error}): "
                 "the field is too stiff here; loosen the tolerances or use a fixed-step solver"
             ) from error
-        states += [path[knots.index(min(t, end))] for t in wanted]
+        states += [path[knots.index(min(t, stop))] for t in wanted]
         x = path[-1]
+        if last:
+            break
     return Solution(torch.stack(states), torch.tensor(times, dtype=torch.float64), Evaluations(calls, calls))

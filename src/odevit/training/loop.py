@@ -19,7 +19,7 @@ from odevit.atomic import write_file
 from odevit.data import Batch, Data, Split, batches, derive_seed, num_batches
 from odevit.data.augment import Augment
 from odevit.dynamics.cost import count_parameters
-from odevit.model.solvers import NonFiniteStateError
+from odevit.model.errors import NonFiniteStateError
 from odevit.training import checkpoint as ckpt
 from odevit.training.claim import Claim, prepare_folder
 from odevit.training.classifiers import quiet_transformers, save_classifier
