@@ -236,7 +236,7 @@ def solve(
 def _check_times(times: Sequence[float], horizon: float) -> list[float]:
     result = [float(t) for t in times]
     if not result or sorted(result) != result or not 0 <= result[0] <= result[-1] <= horizon * (1 + 1e-9):
-        raise ValueError(f"times (save_at, until) must be non-empty, increasing and within [0, {horizon}], got {result}")
+        raise ValueError(f"save_at and until must be non-empty, increasing and within [0, {horizon}], got {result}")
     return result
 
 
