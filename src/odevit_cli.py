@@ -52,7 +52,9 @@ Solver = Annotated[str | None, typer.Option("--solver", help="Solver; default: t
 DataName = Annotated[
     str, typer.Option("--data", help="'digits', a folder of images, parquet files, or a dataset on the hub.")
 ]
-MaxImages = Annotated[int | None, typer.Option("--max-images", help="Use at most so many images, drawn at random.")]
+MaxImages = Annotated[
+    int | None, typer.Option("--max-images", min=1, help="Use at most so many images, drawn at random.")
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write to.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -173,7 +175,9 @@ def distill(
         typer.Option("--smoke", help="A tiny random teacher of the same family on digits, two steps: does it run?"),
     ] = False,
     report: Annotated[bool, typer.Option(help="End with the report of `analyze --teacher --quick`.")] = True,
-    max_images: Annotated[int | None, typer.Option("--max-images", help="Images of the report; default: 64.")] = None,
+    max_images: Annotated[
+        int | None, typer.Option("--max-images", min=1, help="Images of the report; default: 64.")
+    ] = None,
 ) -> None:
     """Turn a trained ViT into an ODE-ViT with about ten times fewer parameters."""
     call("distill", locals())
@@ -185,7 +189,9 @@ def analyze(
     data: DataName,
     teacher: Annotated[str | None, typer.Option(help="Folder or hub name of its teacher.")] = None,
     only: Annotated[str | None, typer.Option(help="Comma-separated analyses; default: all.")] = None,
-    max_images: Annotated[int, typer.Option("--max-images", help="Test images to look at, drawn at random.")] = 256,
+    max_images: Annotated[
+        int, typer.Option("--max-images", min=1, help="Test images to look at, drawn at random.")
+    ] = 256,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer solvers and images in the slow analyses.")] = False,
     output: Output = None,
 ) -> None:
@@ -198,7 +204,7 @@ def audit(
     teacher: Annotated[str, typer.Argument(help="Folder or hub name of a trained ViT.")],
     data: DataName,
     image_size: Annotated[int | None, typer.Option(help="Run the teacher at this size; default: its own.")] = None,
-    max_images: Annotated[int, typer.Option("--max-images", help="Images to look at, drawn at random.")] = 256,
+    max_images: Annotated[int, typer.Option("--max-images", min=1, help="Images to look at, drawn at random.")] = 256,
     output: Output = None,
 ) -> None:
     """Is this ViT ODE-able? Velocity, curvature and tied-field residual of its layers, before any training."""
@@ -216,7 +222,7 @@ def calibrate(
     score: Annotated[str, typer.Option(help="margin, confidence, change or velocity.")] = "margin",
     split: Annotated[str, typer.Option(help="train, val or test.")] = "val",
     max_images: Annotated[
-        int, typer.Option("--max-images", help="Use at most so many images, drawn at random.")
+        int, typer.Option("--max-images", min=1, help="Use at most so many images, drawn at random.")
     ] = 5000,
     keep_setting: Annotated[
         bool, typer.Option("--keep-setting", help="Leave solver and steps; only calibrate when to stop.")

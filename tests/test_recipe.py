@@ -5,7 +5,7 @@ import yaml
 from tiny_runs import tiny_recipe
 
 from odevit.parse import parse
-from odevit.recipe import Recipe, override
+from odevit.recipe import Recipe, assignment, override
 from odevit.training.config import LoopConfig, OptimConfig, PenaltyConfig
 
 MINIMAL = {"data": {"name": "digits"}, "optim": {"epochs": 2}}
@@ -103,3 +103,15 @@ def test_every_field_is_read_somewhere(config):
         if field.name in ("steps", "epochs", "minutes"):
             assert f"optim.{field.name}" in sources
         assert f".{field.name}" in sources, field.name
+
+
+@pytest.mark.parametrize("value", ["imgs #2", "2024-05-01", "1234", "no", "a: b", "[old] set", "Käse 猫", 'quo"ted'])
+def test_a_value_given_beside_a_recipe_arrives_as_it_is(value):
+    values = override({"data": {"name": "digits"}}, [assignment("data.name", value), assignment("data.strict", True)])
+    assert values == {"data": {"name": value, "strict": True}}
+
+
+def test_no_means_no():
+    """YAML reads the word as false."""
+    values = override(Recipe.load("digits").to_dict(), ["loop.mixed_precision=no"])
+    assert Recipe.from_dict(values).loop.mixed_precision == "no"

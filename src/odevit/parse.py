@@ -104,6 +104,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, value, where)
     if origin is Literal:
+        value = "no" if value is False and "no" in arguments else value  # YAML reads the word as false
         if value not in arguments:
             raise ValueError(f"{where} must be one of {', '.join(map(repr, arguments))}; got {value!r}")
         return value

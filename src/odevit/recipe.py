@@ -4,6 +4,7 @@ Unknown keys and wrong types are errors that name the key and list what is valid
 The configs of data, augmentation and distillation live beside the code that reads them.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +94,11 @@ def find_recipe(name: str | Path) -> Path:
     if str(name) in recipe_names():
         return RECIPES / f"{name}.yaml"
     raise ValueError(f"there is no recipe {name}: neither a file, nor one of {', '.join(recipe_names())}")
+
+
+def assignment(key: str, value: Any) -> str:
+    """key=value for `override`, such that the value arrives as it is: "imgs #2" and "2024-05-01" are no YAML."""
+    return f"{key}={json.dumps(value if isinstance(value, bool) else str(value))}"
 
 
 def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:

@@ -286,3 +286,11 @@ def test_what_is_no_run_is_told(tmp_path):
     (tmp_path / "recipe.yaml").write_text("task: train\n")
     with pytest.raises(ValueError, match="nothing was trained"):
         diagnose(tmp_path)
+
+
+def test_a_run_that_ended_is_told_from_its_first_steps_on(tmp_path):
+    recipe = tiny_recipe(tmp_path / "run", optim={"steps": 40, "lr": 1e6, "clip": 0.0, "warmup": 0.0})
+    with pytest.raises(ArithmeticError, match="diverged"):
+        train_recipe(recipe, progress_bar=False)
+    found = {diagnosis.failure: diagnosis for diagnosis in diagnose(tmp_path / "run")}
+    assert "diverged at step" in found["training diverged"].words

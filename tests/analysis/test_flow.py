@@ -5,7 +5,7 @@ import torch
 
 from odevit import OdeViTConfig, OdeViTForImageClassification
 from odevit.analysis import Study
-from odevit.analysis.flow import READ_OUTS, accuracy_over_time, flow_gap, run
+from odevit.analysis.flow import READ_OUTS, accuracy_over_time, flow_gap, run, settles_at
 
 
 def turning_model(num_steps=1, **changes):
@@ -83,3 +83,8 @@ def test_findings_for_any_number_of_fields(fields):
     assert "flow gap" in gap.key_numbers
     assert gap.value["images"] == 5
     assert len(anytime.value) == READ_OUTS
+
+
+@pytest.mark.parametrize(("final", "t"), [([0.2, 0.995, 0.7, 1], 3), ([0.2, 0.995, 1, 1], 1), ([1, 1, 1, 1], 0)])
+def test_answers_have_settled_when_none_of_them_turns_again(final, t):
+    assert settles_at([{"t": time, "final": share} for time, share in enumerate(final)]) == t

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from problems import tiny_model
+from problems import contractive_model, tiny_model
 
 from odevit import SOLVERS, OdeViTForImageClassification
 from odevit.analysis import Study
@@ -154,3 +154,15 @@ def test_one_image_is_never_significant() -> None:
     ]
     assert compare(*points)["gain"] == 1
     assert not compare(*points)["significant"]
+
+
+def test_a_contractive_model_is_swept_where_it_never_expands():
+    """Of fewer steps nothing is proven, so they are refused: the analysis leaves them out instead of failing."""
+    model = contractive_model(num_fields=2, depth=8, num_steps=8)
+    images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    study = Study(
+        model, images, torch.arange(6), list("0123456789"), options={"robustness": {"step_counts": (1, 2, 4, 8, 16)}}
+    )
+    findings = {finding.name: finding.value for finding in run(study)}
+    assert {row["num_steps"] for row in findings["robustness/settings"] if row["solver"] == "euler"} == {8, 16}
+    assert all(min(found["step_counts"]) >= 4 for found in findings["robustness/order"].values())

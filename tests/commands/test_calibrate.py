@@ -6,11 +6,14 @@ import shutil
 import pytest
 import torch
 from PIL import Image
+from problems import tiny_model
 from tiny_runs import tiny_recipe
 from typer.testing import CliRunner
 
 import odevit_cli
 from odevit import OdeViTConfig, OdeViTForImageClassification, OdeViTModel
+from odevit.commands.calibrate import write_config
+from odevit.commands.page import page_of
 from odevit.commands.train import train_recipe
 from odevit.data import DataConfig, load_data
 from odevit.dynamics.calibration import Record, calibrate, disagreements, record, stopping_steps
@@ -123,3 +126,20 @@ def test_predict_refuses_the_rule_of_other_weights(folder, tmp_path):
     with pytest.raises(ValueError, match="calibrated for other weights"):
         invoke("predict", folder, tmp_path / "image.png")
     assert invoke("predict", folder, tmp_path / "image.png", "--full-depth").exit_code == 0
+
+
+def test_the_zoo_is_not_rewritten_and_a_wrong_score_is_told_first(folder):
+    with pytest.raises(ValueError, match="belongs to the package"):
+        invoke("calibrate", "digits", "--data", "digits")
+    with pytest.raises(ValueError, match="unknown score 'margn'"):
+        invoke("calibrate", folder, "--data", "nowhere", "--score", "margn")
+
+
+def test_labels_keep_their_order_in_the_file(folder):
+    """Of more than ten classes: sorted as text, 10 comes before 2, and a page named its answers so."""
+    network = OdeViTForImageClassification.from_pretrained(folder)
+    write_config(network, folder)
+    assert list(json.loads((folder / "config.json").read_text())["id2label"]) == [str(i) for i in range(10)]
+    more = tiny_model(num_labels=12)
+    more.config.id2label = {index: f"class {index}" for index in (0, 1, 10, 11, *range(2, 10))}
+    assert page_of(more, None, title="")["classes"] == [f"class {index}" for index in range(12)]

@@ -33,7 +33,22 @@ def test_no_validation_image_was_trained_on(run):
 
 @pytest.mark.slow
 def test_a_model_without_a_run_and_one_of_the_zoo(run, tmp_path):
-    assert held_out_by_run(load_odevit(str(run))) == {"val_fraction": 0.02, "seed": 5}
+    assert held_out_by_run(load_odevit(str(run)), "other") == {"val_fraction": 0.02, "seed": 5}
     load_odevit(str(run)).save_pretrained(tmp_path / "alone")
-    assert held_out_by_run(load_odevit(str(tmp_path / "alone"))) == {}
-    assert held_out_by_run(load_odevit("digits")) == {"val_fraction": 0.1, "seed": 0}
+    assert held_out_by_run(load_odevit(str(tmp_path / "alone")), "digits") == {}
+    assert held_out_by_run(load_odevit("digits"), "digits") == {"val_fraction": 0.1, "seed": 0}
+
+
+def test_columns_of_the_run_are_read_again_for_its_own_data_and_best_is_of_the_run_too(run):
+    model = load_odevit(str(run))
+    columns = {"image_column": None, "label_column": None}
+    assert held_out_by_run(model, "digits") == {"val_fraction": 0.02, "seed": 5, **columns}
+    model.name_or_path = str(run / "best")
+    assert held_out_by_run(model, "other") == {"val_fraction": 0.02, "seed": 5}
+
+
+def test_classes_of_other_names_are_told(run, capsys):
+    model = load_odevit(str(run))
+    model.config.id2label = {index: name for index, name in enumerate("abcdefghij")}
+    load_data_for(model, "digits", 64)
+    assert "the model's classes are not named as those of the data: its 'a' is taken for '0'" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_grey_images_stay_one_channel(tmp_path):
 def test_mixed_sizes_need_an_image_size(tmp_path):
     folder = write_folder(tmp_path / "images")
     Image.new("RGB", (20, 10), (255, 0, 0)).save(folder / "cat" / "000.png")
-    with pytest.raises(ValueError, match="set image_size"):
+    with pytest.raises(ValueError, match=r"--set data\.image_size"):
         load(folder)
     data = load(folder, image_size=6, seed=1)
     assert data.train.images.shape == (27, 3, 6, 6)

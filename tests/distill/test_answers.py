@@ -161,3 +161,24 @@ def test_impossible_plans_are_refused(tmp_path, teacher, fields, message):
 def test_caches_that_do_not_fit_are_refused(fields):
     with pytest.raises(ValueError, match="does not go with"):
         DistillConfig(**fields)
+
+
+def test_a_classifier_that_says_no_size_gets_the_images_as_they_are(tmp_path):
+    config = ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8], depths=[1], num_labels=10)
+    ResNetForImageClassification(config).eval().save_pretrained(tmp_path / "resnet")
+    data = load_data(DataConfig(name="digits", limit=96))
+    student, objective = build(recipe(tmp_path, str(tmp_path / "resnet")), data)
+    assert objective.teacher.image_size == 8
+    assert objective.answers(student, torch.zeros(2, 1, 8, 8), torch.arange(2)).shape == (2, 10)
+
+
+def test_extra_images_of_another_size_are_brought_to_that_of_the_others(tmp_path):
+    from PIL import Image
+
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for index in range(4):
+            Image.new("L", (16, 16), 50 * index).save(tmp_path / name / f"{index}.png")
+    more = extra_images(load_data(DataConfig(name="digits", limit=96)).train, str(tmp_path))
+    assert more.images.shape[1:] == (1, 8, 8)
+    assert more.images.dtype == torch.uint8

@@ -1,5 +1,7 @@
 """Every model sees images in its own frame and normalisation: the oracle is transformers' own image processor."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -13,12 +15,18 @@ from odevit.analysis.comparison import compare
 from odevit.analysis.contraction import agreement
 from odevit.analysis.robustness import _teacher_accuracy
 from odevit.commands.evaluate import load_data_for
-from odevit.data import prepare
+from odevit.data import Wanted, prepare
 from odevit.data.splits import MemorySplit
 from odevit.distill.objective import Distillation, DistillConfig, TeacherStatistics
 from odevit.distill.student import student_of
 from odevit.model.image_processor import OdeViTImageProcessor
-from odevit.teachers.preprocessing import Preprocessing, carried_preprocessing, saved_preprocessing
+from odevit.teachers.preprocessing import (
+    Preprocessing,
+    carried_preprocessing,
+    saved_preprocessing,
+    wanted_by,
+    wanted_by_saved,
+)
 from odevit.teachers.teacher import Teacher, load_teacher, tiny_teacher
 from odevit.training.classifiers import load_classifier, save_classifier
 from odevit.training.evaluation import evaluate, model_input
@@ -161,3 +169,36 @@ def test_equal_normalisations_change_no_bit(pair):
     teacher, _ = pair
     images = torch.randn(2, 3, 16, 16)
     assert teacher.renormalise(images, student_of(teacher).config) is images
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"image_size": 32, "num_channels": 1, "id2label": {"1": "b", "0": "a", "10": "k"}}, (32, 1, ["a", "b", "k"])),
+        ({"image_size": [96, 96], "id2label": {"0": "LABEL_0"}}, (96, 3, None)),
+        ({"image_size": [96, 64]}, (None, 3, None)),
+        ({"vision_config": {"image_size": 224}}, (224, 3, None)),
+        ({"architecture": "vit_tiny", "pretrained_cfg": {"input_size": [3, 224, 224]}}, (224, 3, None)),
+        ({"image_size": "many", "num_channels": None, "id2label": 3}, (None, None, None)),
+    ],
+)
+def test_what_a_saved_model_takes_stands_in_its_config(values, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert tuple(wanted_by_saved(str(tmp_path))) == expected
+
+
+def test_what_is_not_there_wants_nothing(tmp_path):
+    assert wanted_by_saved(str(tmp_path)) == wanted_by_saved("no/such/folder") == wanted_by(object()) == Wanted()
+
+
+def test_models_of_two_towers_keep_it_in_another_file(tmp_path):
+    settings = {"image_processor": {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.2, 0.2], "do_normalize": True}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    assert saved_preprocessing(str(tmp_path)).mean == (0.4, 0.5, 0.6)
+
+
+@pytest.mark.parametrize("key", ["do_flip_channel_order", "include_top"])
+def test_pixels_that_would_arrive_otherwise_are_refused(key, tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({key: True, "image_mean": [0.5], "image_std": [0.5]}))
+    with pytest.raises(ValueError, match=f"{key} is not supported"):
+        saved_preprocessing(str(tmp_path))

@@ -7,7 +7,8 @@ from tiny_runs import MODEL, tiny_recipe
 from odevit import OdeViTForImageClassification
 from odevit.commands.train import train_recipe
 from odevit.data import DataConfig, load_data
-from odevit.training.classifiers import adapt_to_data, build_classifier, save_classifier
+from odevit.shipped import zoo
+from odevit.training.classifiers import adapt_to_data, build_classifier, load_odevit, save_classifier
 
 VIT = {"type": "vit", "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 VIT |= {"intermediate_size": 64}
@@ -109,3 +110,9 @@ def test_class_names_reach_the_config(data):
     model = adapt_to_data(build_classifier(MODEL, data, CONFIG), data)
     assert model.config.id2label[3] == "3"
     assert model.config.label2id["3"] == 3
+
+
+def test_a_calibrated_rule_does_not_outlive_the_weights_it_was_for():
+    data = load_data(DataConfig(name="digits", limit=96))
+    assert load_odevit("digits").config.halting
+    assert build_classifier({"pretrained": zoo("digits")}, data, DataConfig(name="digits")).config.halting is None

@@ -4,11 +4,12 @@ from collections import Counter
 
 import pytest
 import torch
+from problems import contractive_model
 from tiny_runs import tiny_recipe
 
 from odevit.commands.train import train_recipe
 from odevit.training.config import LoopConfig
-from odevit.training.integration import Integration, draw_integration, parse_setting
+from odevit.training.integration import Integration, check_schedule, draw_integration, parse_setting
 from odevit.training.loop import TrainingInterrupted
 from odevit.training.runlog import read_metrics
 
@@ -90,3 +91,10 @@ def test_a_run_with_drawn_steps_resumes_bit_for_bit(tmp_path, monkeypatch):
     resumed = train_recipe(tiny_recipe(tmp_path / "run", **changes), resume=True, progress_bar=False)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_a_schedule_that_a_contractive_field_is_too_stiff_for_is_told_before_the_first_step():
+    config = contractive_model(num_steps=8).config
+    check_schedule(LoopConfig(step_schedule=[(0.0, [4, 8])]), config)
+    with pytest.raises(ValueError, match="never expands"):
+        check_schedule(LoopConfig(step_schedule=[(0.0, 8), (0.5, 2)]), config)

@@ -55,3 +55,10 @@ def test_a_run_in_bfloat16_learns_as_one_in_float32(slow, tmp_path, capsys, monk
         assert (other - value).norm() <= 0.1 * value.norm() + 1e-3, name
         differ |= not torch.equal(other, value)
     assert differ  # it really was another arithmetic
+
+
+def test_fp16_and_muon_exclude_each_other(tmp_path):
+    """Two optimisers behind one scaler: the second would get gradients 65,536 times too small."""
+    recipe = tiny_recipe(tmp_path / "run", optim={"name": "muon"}, loop={"mixed_precision": "fp16"})
+    with pytest.raises(ValueError, match="use bf16 or no"):
+        train_recipe(recipe, progress_bar=False)

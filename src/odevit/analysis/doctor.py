@@ -49,6 +49,7 @@ class Records:
     train: list[dict[str, Any]]
     val: list[dict[str, Any]]
     monitor: list[dict[str, Any]]
+    diverged: list[dict[str, Any]]
     recipe: dict[str, Any]
     config: dict[str, Any]  # of the model
     comparison: dict[str, Any]
@@ -80,7 +81,10 @@ def read_records(folder: str | Path) -> Records:
         found = next((folder / name for name in names if (folder / name).is_file()), None)
         return {} if found is None else read_json(found)
 
-    kinds = {kind: [record for record in metrics if record["kind"] == kind] for kind in ("train", "val", "monitor")}
+    kinds = {
+        kind: [record for record in metrics if record["kind"] == kind]
+        for kind in ("train", "val", "monitor", "diverged")
+    }
     audit = table("audit/report.json").get("values", {})
     return Records(
         **kinds,
@@ -130,13 +134,15 @@ def weights(run: Records) -> Diagnosis | None:
 def diverged(run: Records) -> Diagnosis | None:
     """The loss blew up, or the run ended before its end on the way up."""
     curve = run.series("train", "training loss", lambda r: r["loss"])
+    lr = (run.recipe.get("optim") or {}).get("lr")
+    setting = "optim.lr" if lr is None else f"optim.lr={float(lr) / 4:.2g}"
+    if run.diverged:
+        return Diagnosis("training diverged", run.diverged[-1]["what"], setting, curve if curve.values else None)
     if not curve.values:
         return None
     finite = [value for value in curve.values if math.isfinite(value)]
     if finite and len(finite) == len(curve.values) and finite[-1] < BLOWN_UP * min(finite):
         return None
-    lr = (run.recipe.get("optim") or {}).get("lr")
-    setting = "optim.lr" if lr is None else f"optim.lr={float(lr) / 4:.2g}"
     return Diagnosis(
         "training diverged",
         f"The loss went from its smallest value {min(finite, default=math.nan):.3g} to {curve.values[-1]:.3g}.",

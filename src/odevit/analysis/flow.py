@@ -78,7 +78,7 @@ def run(study: Study) -> Iterator[Finding]:
     yield gap_finding(gap)
     path = accuracy_over_time(study.model, images, labels, study.batch_size)
     study.progress("flow", 2, 2)
-    settled = next(row["t"] for row in path if row["final"] >= 0.99)
+    settled = settles_at(path)
     yield Finding(
         "flow/anytime",
         path,
@@ -87,6 +87,12 @@ def run(study: Study) -> Iterator[Finding]:
         f"From t = {settled:.2f} T on, 99 % of the answers stay what they are.",
         anytime_figure(path),
     )
+
+
+def settles_at(path: list[dict[str, Any]]) -> float:
+    """The time from which on 99 % of the answers are the last ones, at every later time too."""
+    moving = [index for index, row in enumerate(path) if row["final"] < 0.99]
+    return path[moving[-1] + 1 if moving else 0]["t"]
 
 
 def gap_finding(gap: dict[str, Any]) -> Finding:

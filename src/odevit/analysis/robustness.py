@@ -43,6 +43,7 @@ def run(study: Study) -> Iterator[Finding]:
     settings = settings_within(
         config.num_fields, options["step_counts"], options["solvers"], options["max_evaluations"]
     )
+    settings = [setting for setting in settings if setting[1] >= config.least_steps(setting[0])]
     points = sweep(
         study.model, images, labels, settings, batch_size=study.batch_size,
         progress=lambda done, total: study.progress("robustness", done, total),

@@ -159,11 +159,14 @@ def observed_orders(
     """
     exact = copy.deepcopy(model).to("cpu", torch.float64).eval()
     tokens = exact.odevit.embed(images.to("cpu", torch.float64))
-    counts = [count * model.config.num_fields for count in step_counts]
-    reference = exact.odevit.evolve(tokens, 2 * max(counts), "rk4").xs[-1].flatten(1)
+    every = [count * model.config.num_fields for count in step_counts]
+    reference = exact.odevit.evolve(tokens, 2 * max(every), "rk4").xs[-1].flatten(1)
     result = {}
     for solver in solvers or SOLVERS:
         errors = []
+        counts = [count for count in every if count >= model.config.least_steps(solver)]
+        if len(counts) < 2:
+            continue
         for count in counts:
             try:
                 state = exact.odevit.evolve(tokens, count, solver).xs[-1].flatten(1)

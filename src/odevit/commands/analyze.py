@@ -63,7 +63,11 @@ def analyze(
     network.to(device)
     loaded = load_data_for(network, data)
     teaching = load_teacher(teacher, image_size=network.config.image_size).to(device) if teacher else None
-    report = Report(folder, only=only.split(",") if only else None, max_images=max_images)
+    report = Report(
+        folder,
+        only=list(dict.fromkeys(name.strip() for name in only.split(","))) if only else None,
+        max_images=max_images,
+    )
     report = replace(report, options=QUICK) if quick else report
     names = {"model": model, "data": data} | ({"teacher": teacher} if teacher else {})
     return write_study(network, loaded, teaching, report, names=names)[0]
@@ -83,6 +87,7 @@ def write_study(
         findings = [*first, *run_analyses(chosen, study)]
     command = f"odevit analyze {names['model']} --data {names['data']}"
     command += f" --teacher {names['teacher']}" if names.get("teacher") else ""
+    command += f" --only {','.join(report.only)}" if report.only else ""
     command += f" --max-images {report.max_images}" + (" --quick" if report.options == QUICK else "")
     path = write_report(
         findings,

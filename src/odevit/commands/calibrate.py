@@ -15,6 +15,8 @@ from odevit.commands.evaluate import choose_split, load_data_for
 from odevit.data import Split, derive_seed
 from odevit.dynamics.calibration import calibrate_model, check_count
 from odevit.dynamics.setting import Setting, cheapest, try_settings
+from odevit.model.halting import SCORES
+from odevit.shipped import names
 from odevit.training.classifiers import load_odevit, resolve_model
 from odevit.training.evaluation import model_input
 
@@ -40,6 +42,12 @@ def calibrate(
     """
     check_count(max_images, alpha, delta)
     folder = Path(resolve_model(model))
+    if model in names():
+        raise ValueError(
+            f"{model} belongs to the package, and its card says what it does: calibrate a copy of {folder}"
+        )
+    if score not in SCORES:
+        raise ValueError(f"unknown score {score!r}; choose one of {', '.join(SCORES)}")
     if not folder.is_dir():
         raise ValueError(f"calibrate writes into the model's folder; {model} is not one here: download it first")
     check_output(folder / "config.json")
@@ -103,7 +111,7 @@ def write_config(network: Any, folder: Path) -> None:
     file = folder / "config.json"
     config = network.config
     values = {"solver": config.solver, "num_steps": config.num_steps, "halting": config.halting}
-    write_file(file, json.dumps({**json.loads(file.read_text()), **values}, indent=2, sort_keys=True) + "\n")
+    write_file(file, json.dumps({**json.loads(file.read_text()), **values}, indent=2) + "\n")
 
 
 def print_halting(halting: dict[str, Any], as_json: bool, chosen: Setting | None) -> None:

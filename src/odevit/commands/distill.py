@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,15 @@ from odevit.atomic import write_file
 from odevit.commands.analyze import QUICK, Report, write_study
 from odevit.commands.calibrate import MOST_IMAGES, adopt_cheapest, shuffled, write_config
 from odevit.commands.console import print_comparison
+from odevit.commands.evaluate import tell_of_other_classes
 from odevit.data import Data, load_data
 from odevit.distill.answers import build_answers
 from odevit.distill.objective import build
 from odevit.distill.split_teacher import gather_teacher_
-from odevit.recipe import Recipe, override
+from odevit.model.solvers import ADAPTIVE
+from odevit.recipe import Recipe, assignment, override
 from odevit.teachers.answerer import Answerer
+from odevit.teachers.preprocessing import wanted_by, wanted_by_saved
 from odevit.teachers.reading import model_class
 from odevit.teachers.teacher import Teacher, find_family, tiny_teacher
 from odevit.training.claim import claim_run
@@ -83,10 +87,9 @@ def distill(
     if values["task"] != "distill":
         raise ValueError(f"{recipe} trains without a teacher (it has no task: distill); run: odevit train {recipe}")
     assignments = [*(overrides or ()), *(["data.strict=true"] if strict else [])]
-    texts = json.dumps(list(prompts)) if prompts else None
-    given = (("distill.teacher", teacher), ("distill.prompts", texts), ("data.name", data), ("output", output))
-    for key, value in given:
-        assignments += [f"{key}={value}"] if value else []
+    assignments += [f"distill.prompts={json.dumps(list(prompts))}"] if prompts else []
+    for key, value in (("distill.teacher", teacher), ("data.name", data), ("output", output)):
+        assignments += [assignment(key, value)] if value else []
     if smoke:
         values, assignments = {**values, **SMOKE}, [*SMOKE_OVERRIDES, *assignments]
     if "data" not in values and not data:
@@ -115,13 +118,24 @@ def distill_recipe(
     """
     assert recipe.distill is not None
     with claim_run(recipe, resume=resume, overwrite=overwrite) as claim:
-        data = data or load_data(recipe.data)
+        wanted = wanted_by(teacher.module) if teacher else wanted_by_saved(recipe.distill.teacher)
+        data = data or load_data(recipe.data, wanted=wanted)
+        if claim.first:
+            tell_of_other_classes("the teacher's", wanted, data)
         objective: Any
         if recipe.distill.match == "answers":
             student, objective = build_answers(recipe, data, claim.device, teacher.module if teacher else None)
         else:
             student, objective = build(recipe, data, teacher, claim.device)
         taught_by, before = objective.teacher, objective.teacher.checksum()
+        if claim.first and taught_by.mean is None:
+            told = "the teacher does not say how its images are normalised: mean and std of the data are taken"
+            print(f"{told} (data.mean and data.std say otherwise)", file=sys.stderr)
+        if student.config.solver in ADAPTIVE:
+            raise ValueError(
+                f"a student needs a fixed-step solver, got {student.config.solver}: its cost is compared with its "
+                "teacher's. Any solver may integrate the weights afterwards"
+            )
         student = adapt_to_data(student, data)
         result = fit(recipe, claim, model=student, objective=objective, data=data, progress_bar=progress_bar)
         if taught_by.checksum() != before:
@@ -168,7 +182,8 @@ def smoke_teacher(recipe: Recipe) -> Teacher:
         print(f"{recipe.distill.teacher or 'the teacher'} is not here, so its family is unknown: a tiny ViT stands in")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return tiny_teacher(family or "vit", image_size=32, patch_size=8, num_channels=1)
+        channels = 1 if recipe.data.name == "digits" else 3
+        return tiny_teacher(family or "vit", image_size=32, patch_size=8, num_channels=channels)
 
 
 def family_of(name: str) -> str | None:
@@ -187,4 +202,7 @@ def family_of(name: str) -> str | None:
         return "timm" if "architecture" in values else None
     config = transformers.AutoConfig.for_model(**values)
     with torch.device("meta"):
-        return find_family(model_class(config)(config))
+        try:
+            return find_family(model_class(config)(config))
+        except ValueError:  # no Vision Transformer: it can teach by its answers alone
+            return None

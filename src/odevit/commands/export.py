@@ -39,6 +39,8 @@ def export(
     wishes = [name for name, wish in (("--int8", int8), ("--parts", parts), ("--halting", halting)) if wish]
     if kind != "onnx" and wishes:
         raise ValueError(f"{wishes[0]} is for --format onnx, got {kind}")
+    if kind == "hub" and (steps or solver or data):
+        raise ValueError("a hub folder holds the model as it is; leave out --steps, --solver and --data")
     if len(wishes) > 1:
         raise ValueError(f"{' and '.join(wishes)} exclude each other: each writes files of its own")
     if halting and (steps or solver):

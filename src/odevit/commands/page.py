@@ -8,6 +8,7 @@ import torch
 from odevit.commands.console import check_output
 from odevit.commands.evaluate import load_data_for
 from odevit.data import Data
+from odevit.export.graphs import label_names
 from odevit.page import make_payload, write_page
 from odevit.shipped import card, names
 from odevit.training.classifiers import load_odevit, resolve_model
@@ -44,7 +45,7 @@ def page(
 def page_of(model: Any, data: Data | None, *, teacher: Any = None, title: str) -> dict[str, Any]:
     """What a page of the model holds: examples and class means from the test split (from val when there is none)."""
     if data is None:
-        names = list((model.config.id2label or {}).values())
+        names = label_names(model)  # config.json may have its keys in another order
         return make_payload(model, title=title, class_names=names, teacher=teacher)
     split = data.test if data.test is not None else data.val
     rows = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:IMAGES]

@@ -8,7 +8,7 @@ import torch
 
 from odevit.commands.distill import distill_recipe
 from odevit.data import Data, derive_seed, load_data
-from odevit.recipe import Recipe
+from odevit.recipe import Recipe, assignment
 from odevit.training.claim import claim_run
 from odevit.training.classifiers import adapt_to_data, build_classifier
 from odevit.training.loop import Result, fit
@@ -26,8 +26,8 @@ def train(
     strict: bool = False,
 ) -> Result:
     """Train an ODE-ViT, fine-tune any Hugging Face image classifier, or distil a teacher, as a recipe says."""
-    given = {"data.name": data, "output": output, "data.strict": "true" if strict else None}
-    assignments = [*(overrides or ()), *(f"{key}={value}" for key, value in given.items() if value)]
+    given = {"data.name": data, "output": output, "data.strict": strict}
+    assignments = [*(overrides or ()), *(assignment(key, value) for key, value in given.items() if value)]
     loaded = Recipe.load(recipe, assignments)
     run = distill_recipe if loaded.task == "distill" else train_recipe
     return run(loaded, resume=resume, overwrite=overwrite)

@@ -9,7 +9,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -83,11 +83,20 @@ class Batch(NamedTuple):
     total: int
 
 
-def load_data(config: DataConfig, frame: Frame | None = None) -> Data:
+class Wanted(NamedTuple):
+    """What a model takes, where the data leaves it open."""
+
+    side: int | None = None  # of squares that images of several sizes are brought to
+    channels: int | None = None  # 3: grey images become RGB
+    class_names: Sequence[str] | None = None  # the order of the data's classes, when they are these
+
+
+def load_data(config: DataConfig, frame: Frame | None = None, wanted: Wanted | None = None) -> Data:
     """Open, check, split and (when it fits in memory) decode a data set. Every fault is found here, before step one.
 
     frame: how pictures become squares of `config.image_size`; default: shorter side resized to it, the centre cut out.
     """
+    wanted = wanted or Wanted()
     if frame is None and config.image_size is not None:
         frame = Frame.middle(config.image_size)
     splits: dict[str, Split]
@@ -101,12 +110,15 @@ def load_data(config: DataConfig, frame: Frame | None = None) -> Data:
             tables |= {"train": tables["train"].select(train), "val": tables["train"].select(val)}
         if config.limit is not None:
             tables = {name: t.select(_limited(len(t), config.limit, config.seed)) for name, t in tables.items()}
+        tables, class_names = in_order(tables, class_names, wanted.class_names)
         splits = read_splits(
             tables,
             frame=frame,
             strict=config.strict,
             memory_limit_mb=config.memory_limit_mb,
             workers=config.workers,
+            side=wanted.side,
+            channels=wanted.channels,
         )
     mean, std = (config.mean, config.std) if config.mean and config.std else _statistics(splits["train"])
     channels = splits["train"].fetch(torch.tensor([0]))[0].shape[1]
@@ -121,6 +133,16 @@ def load_data(config: DataConfig, frame: Frame | None = None) -> Data:
         [*map(float, std)],
         channels,
     )
+
+
+def in_order(
+    tables: dict[str, Table], names: list[str], wanted: Sequence[str] | None
+) -> tuple[dict[str, Table], list[str]]:
+    """The same with its classes in the order of `wanted`, if these are the same classes."""
+    if wanted is None or sorted(wanted) != sorted(names) or len(set(names)) < len(names):
+        return tables, names
+    place = torch.tensor([list(wanted).index(name) for name in names])
+    return {split: replace(table, labels=place[table.labels]) for split, table in tables.items()}, list(wanted)
 
 
 def hold_out(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Where images come from: hub dataset, folder of images, parquet → one `Table` per split, nothing decoded yet."""
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,10 @@ def _open_folder(path: Path) -> dict[str, Any]:
     # a class may be called "train" (CIFAR-100 has it): a split is a folder of folders
     splits = {folder: SPLIT_WORDS.get(folder.name.lower()) for folder in folders}
     if any(split and _subfolders(folder) for folder, split in splits.items()):
-        return _folder_datasets({split: folder for folder, split in splits.items() if split})
+        labelled = {split: folder for folder, split in splits.items() if split and _subfolders(folder)}
+        for folder in (folder for folder, split in splits.items() if split and not _subfolders(folder)):
+            warnings.warn(f"{folder} has no class folders, so its images have no labels: left out", stacklevel=2)
+        return _folder_datasets(labelled)
     if not folders:
         loose = sum(file.suffix.lower() in IMAGE_SUFFIXES for file in path.iterdir())
         held = f"{loose} images, but no class folders" if loose else "no images and no parquet files"

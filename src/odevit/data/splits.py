@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -96,7 +97,7 @@ class StreamedSplit:
     def __getitem__(self, indices: Tensor) -> tuple[Tensor, Tensor, list[str]]:
         pixels, used, corrupt = [], [], []
         for wanted in indices.tolist():
-            for index in [*range(wanted, len(self)), *range(wanted)]:
+            for index in chain(range(wanted, len(self)), range(wanted)):
                 try:
                     pixels.append(self.table.decode(index, self.channels, self.frame))
                     used.append(index)
@@ -119,10 +120,15 @@ class StreamedSplit:
 
 
 def read_splits(
-    tables: dict[str, Table], *, frame: Frame | None, strict: bool, memory_limit_mb: int, workers: int
-) -> dict[str, Split]:
-    """Decode into memory what fits there: images of one square size as they are, others brought into the frame."""
-    channels, native = _probe(tables["train"])
+    tables: dict[str, Table], *, frame: Frame | None, strict: bool, memory_limit_mb: int, workers: int,
+    side: int | None = None, channels: int | None = None,
+) -> dict[str, Split]:  # fmt: skip
+    """Decode into memory what fits there: images of one square size as they are, others brought into the frame.
+
+    side: of the frame where the images need one and none is given. channels: 3 makes RGB of grey images.
+    """
+    found, native = _probe(tables["train"])
+    channels = max(found, channels or 1)
     count = sum(len(table) for table in tables.values())
     limit = memory_limit_mb * 2**20
 
@@ -135,7 +141,12 @@ def read_splits(
         except _SizeError:
             native = None  # the probe met one size only, but there are more
     if native is None and frame is None:
-        raise ValueError("the images have different sizes or are not square: set image_size, to which they are resized")
+        if side is None:
+            raise ValueError(
+                "the images have different sizes or are not square: say to which size they are brought, for example "
+                "--set data.image_size=224"
+            )
+        frame = Frame.middle(side)
     if frame is not None and fits(frame.cut):
         return {name: _decode_all(table, channels, frame.cut, frame, strict) for name, table in tables.items()}
     if frame is None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from odevit.data import Data, DataConfig, load_data
+from odevit.data import Data, DataConfig, Wanted, load_data
 from odevit.data.augment import AugmentConfig
 from odevit.data.splits import MemorySplit, Split
 from odevit.distill.cache_shards import Cache, cache_of, joined
@@ -73,7 +73,8 @@ def build_answers(
             f"distill.match: answers knows the losses {' and '.join(LOSSES)}; {', '.join(unknown)} compares states, "
             "which only a student of its teacher's shape can (distill.match: path)"
         )
-    teacher = Answerer(classifier or load_classifier(config.teacher), data.mean, data.std).to(device)
+    side = data.train.fetch(torch.arange(1))[0].shape[-1]
+    teacher = Answerer(classifier or load_classifier(config.teacher), data.mean, data.std, side).to(device)
     if teacher.num_labels != len(data.class_names):
         raise ValueError(f"the teacher answers with {teacher.num_labels} classes, the data has {len(data.class_names)}")
     student = build_classifier(recipe.model, data, recipe.data)
@@ -83,18 +84,21 @@ def build_answers(
         raise ValueError("distill.extra_images have no labels of these classes: set the weight of cross_entropy to 0")
     if config.cache == "none":
         return student, AnswerDistillation(teacher, config)
+    more = extra_images(data.train, config.extra_images) if config.extra_images else None  # before anything is built
     cache = cache_of(recipe, teacher, data.train, teacher.mean, teacher.std)
-    if config.extra_images:
-        more = extra_images(data.train, config.extra_images)
+    if more is not None:
         cache = joined(cache, cache_of(recipe, teacher, more, teacher.mean, teacher.std))
     return student, AnswerDistillation(teacher, config, cache)
 
 
 def extra_images(train: Split, name: str) -> MemorySplit:
-    """The training images of another data set with the label 0, which nobody reads."""
+    """The training images of another data set, as large as these, with the label 0, which nobody reads."""
     images, labels = train.fetch(torch.arange(1))
-    other = load_data(DataConfig(name=name, image_size=images.shape[-1])).train
+    side = images.shape[-1]
+    other = load_data(DataConfig(name=name, image_size=side), wanted=Wanted(channels=images.shape[1])).train
     more, _ = other.fetch(torch.arange(len(other)))
+    if more.shape[-1] != side:
+        more = nnf.interpolate(more, size=(side, side), mode="bicubic", antialias=True)  # bytes, as `prepare` does
     if more.shape[1:] != images.shape[1:]:
         raise ValueError(
             f"distill.extra_images must be like the training images {tuple(images.shape[1:])}, "

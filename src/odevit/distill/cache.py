@@ -240,7 +240,8 @@ class Builder:
             column.cut(self.rows_done)
         augment = Augment(self.transform.augment, num_classes=int(self.train.labels.max()) + 1)
         fetched = self.train.stream([torch.arange(start, end) for _, start, end in todo])
-        for (view, start, end), (images, labels) in _shown(zip(todo, fetched, strict=True), len(todo)):
+        for (view, start, end), (images, _) in _shown(zip(todo, fetched, strict=True), len(todo)):
+            labels = self.train.labels[start:end]  # also where the next image stands in for one that cannot be read
             seed = derive_seed(self.transform.seed, "view", view, self.start + start)
             pixels = as_bytes(augment(images, labels, seed=seed)[0])
             with autocast(self.transform.precision, next(self.teacher.parameters()).device):

@@ -174,6 +174,8 @@ def build(
             config.teacher, image_size=recipe.data.image_size, prompts=config.prompts, class_names=data.class_names
         )
     teacher.to(device)
+    if teacher.num_labels and teacher.num_labels != len(data.class_names):
+        raise ValueError(f"the teacher answers with {teacher.num_labels} classes, the data has {len(data.class_names)}")
     options = dict(recipe.model)
     if not teacher.num_labels:
         options.setdefault("num_labels", len(data.class_names))

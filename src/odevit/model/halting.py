@@ -122,7 +122,7 @@ def saved_rule(model: Any, num_steps: int | None = None, solver: str | None = No
     if saved["checksum"] != checksum(model):
         raise ValueError(
             "the rule for stopping early was calibrated for other weights than these (another model's config.json, "
-            f"trained since, or converted to {model.dtype}), so its guarantee does not hold; {advice}"
+            f"trained since, or converted to another precision), so its guarantee does not hold; {advice}"
         )
     own = (solver or model.config.solver, model.config.num_steps if num_steps is None else num_steps)
     if (saved["solver"], saved["num_steps"]) != own:

@@ -7,20 +7,24 @@ from torch import Tensor, nn
 
 from odevit.checksum import checksum
 from odevit.data import prepare
+from odevit.teachers.preprocessing import wanted_by
 
 
 class Answerer(nn.Module):
     """A frozen classifier in eval mode for ever, with its own image size and normalisation.
 
-    module: anything whose output has `.logits` and whose config has image_size and num_labels. mean, std: stand in
-    where its config has no image_mean and image_std.
+    module: anything whose output has `.logits` and whose config has num_labels. mean, std, side: stand in where its
+    config has no image_mean, image_std and image_size (a ResNet takes images of any size).
     """
 
-    def __init__(self, module: Any, mean: list[float], std: list[float]):
+    def __init__(self, module: Any, mean: list[float], std: list[float], side: int | None = None):
         super().__init__()
         self.module = module.eval().requires_grad_(False)
         self.training = False
-        self.image_size: int = module.config.image_size
+        own = wanted_by(module).side or side
+        if own is None:
+            raise ValueError("the classifier's config has no image_size (a square one), and no other was given")
+        self.image_size: int = own
         self.num_labels: int = module.config.num_labels
         self.num_channels: int = getattr(module.config, "num_channels", len(mean))
         self.mean = tuple(getattr(module.config, "image_mean", None) or mean)

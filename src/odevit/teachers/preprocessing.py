@@ -1,10 +1,12 @@
 """What a trained model does to an image before it looks at it, read where it is saved."""
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from odevit.data import Wanted
 from odevit.data.decode import BICUBIC, Frame
 from odevit.parse import read_json, reading
 
@@ -24,15 +26,59 @@ def saved_preprocessing(name: str) -> Preprocessing:
     """Of a transformers model in a folder or on the hub: what its preprocessor_config.json says."""
     from transformers.utils import cached_file
 
-    file = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
+    for name_of_file in ("preprocessor_config.json", "processor_config.json"):  # the latter of models with two towers
+        file = cached_file(name, name_of_file, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            with reading(file):
+                settings = read_json(file)
+                return _preprocessing(settings.get("image_processor") or settings)
+    return Preprocessing()
+
+
+def wanted_by(module: Any) -> Wanted:
+    """What a model in memory takes, by its config."""
+    config: Any = getattr(module, "config", None)
+    return _wanted(config.to_dict()) if hasattr(config, "to_dict") else Wanted()
+
+
+def wanted_by_saved(name: str) -> Wanted:
+    """What a model in a folder or on the hub takes, by its config.json alone."""
+    from transformers.utils import cached_file
+
+    file: Any = Path(name) / "config.json"
+    if not file.is_file():
+        if Path(name).exists() or name.count("/") != 1:
+            return Wanted()
+        missing = "_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"
+        file = cached_file(name, "config.json", **dict.fromkeys(missing, False))
     if file is None:
-        return Preprocessing()
-    with reading(file):
-        return _preprocessing(read_json(file))
+        return Wanted()
+    with reading(str(file)):
+        return _wanted(read_json(file))
+
+
+def _wanted(values: dict[str, Any]) -> Wanted:
+    """Of what a config.json says; what is not as expected counts as not said."""
+
+    def group(name: str) -> dict[str, Any]:
+        found = values.get(name)
+        return found if isinstance(found, dict) else {}
+
+    seen = {**values, **group("vision_config")}  # the image tower of CLIP
+    size = seen.get("image_size") or group("pretrained_cfg").get("input_size", [None])[-1]  # timm
+    sides = set(size) if isinstance(size, list | tuple) else {size}
+    side, channels = sides.pop() if len(sides) == 1 else None, seen.get("num_channels", 3)
+    labels, names = group("id2label"), None
+    if labels and not any(str(name).startswith("LABEL_") for name in labels.values()):
+        names = [str(name) for _, name in sorted(labels.items(), key=lambda item: int(item[0]))]
+    return Wanted(side if type(side) is int else None, channels if type(channels) is int else None, names)
 
 
 def _preprocessing(settings: dict[str, Any]) -> Preprocessing:
     """What a preprocessor_config.json says; ValueError where it says something impossible."""
+    for key in ("do_flip_channel_order", "include_top"):  # of MobileViT and EfficientNet
+        if settings.get(key):
+            raise ValueError(f"{key} is not supported: images would arrive otherwise than it has learnt them")
     for key in ("image_mean", "image_std"):
         values = settings.get(key)
         if values is not None and not (isinstance(values, list) and values and all(map(_finite, values))):

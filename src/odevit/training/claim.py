@@ -124,6 +124,11 @@ def _accelerator(config: RunConfig) -> Any:
     # without an accelerator device, accelerate joins a group of torchrun's processes only when told to use the CPU
     cpu = not torch.accelerator.is_available()
     precision = precision_of(config.loop)
+    if precision == "fp16" and config.optim.name == "muon":
+        raise ValueError(
+            "loop.mixed_precision=fp16 scales its loss, and Muon's two optimisers would undo that twice: use bf16 or "
+            "no, or optim.name=adamw"
+        )
     accelerator = Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[unused])
     if accelerator.is_main_process and slow_on(precision, accelerator.device):
         told = f"loop.mixed_precision={precision}: this processor has no matrix products in 16 bits, "

@@ -218,6 +218,7 @@ def _load_pretrained(fields: dict[str, Any], image_size: int | None, data: Data)
         if model.config.num_labels != labels:
             model = type(model).from_pretrained(name, num_labels=labels, ignore_mismatched_sizes=True)
         model.resize_images(image_size or model.config.image_size)
+        model.config.halting = None  # it was calibrated for the weights that training is about to move
         return model
     from odevit.teachers.teacher import resize_classifier
 

@@ -98,6 +98,11 @@ class PenaltyConfig:
     transport: float = 0.0  # ∫ mean ‖dX/dt‖² dt along the path
     margin: float = 0.0  # no weight but a radius ε (ℓ₂, pixels of [0, 1]) to certify: the loss of contractive models
 
+    def __post_init__(self) -> None:
+        for name in ("jasmin", "transport", "margin"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"penalties.{name} must not be negative, got {getattr(self, name)}")
+
 
 @dataclass(kw_only=True)
 class RunConfig:

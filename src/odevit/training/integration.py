@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from odevit.data import derive_seed
+from odevit.model.contractive import check_steps
 from odevit.model.solvers import SOLVERS, Grid
 from odevit.training.config import LoopConfig
 
@@ -63,4 +64,7 @@ def check_schedule(loop: LoopConfig, config: Any) -> None:
         if not choices:
             raise ValueError("loop.step_schedule: an empty list leaves no number of steps to draw")
         for setting in choices:
-            Grid(parse_setting(setting).num_steps or 0, float(config.horizon), config.num_fields)
+            wanted = parse_setting(setting)
+            Grid(wanted.num_steps or 0, float(config.horizon), config.num_fields)
+            if config.field == "contractive":
+                check_steps(wanted.solver or config.solver, wanted.num_steps or 0, config.depth, config.num_fields)

@@ -81,6 +81,9 @@ def fit(
         return run.finish()
     except ckpt.CheckpointError:
         raise
+    except TrainingDivergedError as error:
+        run.log.metrics({"kind": "diverged", "step": error.step, "what": str(error)})  # for `odevit doctor`
+        raise
     except OSError as error:  # a full or failing disk, or no right to write
         raise ckpt.unwritable(folder, error, run.store.newest()) from error
     finally:

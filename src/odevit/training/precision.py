@@ -14,7 +14,7 @@ def precision_of(loop: LoopConfig) -> str:
     """What `loop.mixed_precision` means on this machine: "no", "bf16" or "fp16"."""
     if loop.mixed_precision != "auto":
         return loop.mixed_precision
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False) else "no"
 
 
 def autocast(precision: str, device: torch.device | str) -> AbstractContextManager[Any]:

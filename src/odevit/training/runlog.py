@@ -12,7 +12,7 @@ from odevit.parse import reading
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 
 README = """\
-recipe.yaml     everything that defines this run; `odevit train recipe.yaml --resume` continues it
+recipe.yaml     everything that defines this run; here, `odevit train recipe.yaml --output . --resume` continues it
 metrics.jsonl   losses and accuracies by step, one JSON object a line; curve.png shows them; timing.jsonl: speed
 checkpoints/    complete states to resume from; the newest ones only
 best/           the weights that were best on the validation split so far
