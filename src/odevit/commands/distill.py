@@ -131,6 +131,10 @@ def distill_recipe(
         if claim.first and taught_by.mean is None:
             told = "the teacher does not say how its images are normalised: mean and std of the data are taken"
             print(f"{told} (data.mean and data.std say otherwise)", file=sys.stderr)
+        side = min(taught_by.image_size, data.train.fetch(torch.arange(1))[0].shape[-1])
+        if claim.first and recipe.distill.cache == "none" and student.config.image_size < side:
+            told = f"without a cache the teacher is shown images of the student's {student.config.image_size} pixels"
+            print(f"{told}; distill.cache=cls or logits shows it {side}", file=sys.stderr)
         if student.config.solver in ADAPTIVE:
             raise ValueError(
                 f"a student needs a fixed-step solver, got {student.config.solver}: its cost is compared with its "
