@@ -9,8 +9,9 @@ depend on time (`low rank`), steps of random length (`jittered steps`), a Kullba
 steps to the answer of all of them (`consistency`), a stem whose convolutions start with norm one as all other matrices
 do (`spectral stem`) instead of with the variance that ReLU wants, one that AdamW moves (`AdamW for the stem`) instead
 of Muon, one that whitens 3×3 patches and is not trained (`whitening stem`, as airbench has it), one with half the
-channels before its last stage (`narrow stem`), and images mirrored in every second epoch instead of at random
-(`alternating flip`). Arms of another speed are compared at equal time: --minutes 8. Each is a patch of the field, the
+channels before its last stage (`narrow stem`), one with BatchNorm after every pooling (`normed stem`), and images
+mirrored in every second epoch instead of at random (`alternating flip`). Arms of another speed are compared at equal
+time: --minutes 8. Each is a patch of the field, the
 grid, the objective, the stem, the optimiser or the augmentation that lives here only: an option enters the library
 when it pays (docs/RESULTS.md).
 """
@@ -33,7 +34,7 @@ from odevit.model import field as field_module
 from odevit.model import layers, solvers
 from odevit.model import model as model_module
 from odevit.model.field import VectorField
-from odevit.model.layers import StemConvolution
+from odevit.model.layers import PoolingTokenizer, StemConvolution
 from odevit.model.spectral import spectral_init_
 from odevit.training import loop
 from odevit.training.objectives import Classification, Terms
@@ -171,6 +172,19 @@ def narrow_stem(widths: Callable[..., list[int]]) -> Callable[..., list[int]]:
     return run
 
 
+class NormedTokenizer(PoolingTokenizer):
+    """BatchNorm between max-pooling and ReLU, where maps are a quarter of the size that the convolution leaves."""
+
+    def __init__(self, channels: int, width: int, patch_size: int):
+        super().__init__(channels, width, patch_size)
+        parts: list[nn.Module] = []
+        count = 0
+        for layer in self.layers:
+            parts += [nn.BatchNorm2d(count), layer] if isinstance(layer, nn.ReLU) else [layer]
+            count = getattr(layer, "out_channels", count)
+        self.layers = nn.Sequential(*parts)
+
+
 def whitening_filters(images: Tensor, count: int) -> Tensor:
     """(count, c, 3, 3): ± the leading eigenvectors of the covariance of 3×3 patches, over their standard deviations."""
     images = (images - images.mean(dim=(0, 2, 3), keepdim=True)) / images.std(dim=(0, 2, 3), keepdim=True)
@@ -215,6 +229,7 @@ ARMS = (
     "AdamW for the stem",
     "whitening stem",
     "narrow stem",
+    "normed stem",
     "alternating flip",
 )
 STAGES = {"euler": (0.0,), "midpoint": (0.0, 0.5), "rk4": (0.0, 0.5, 0.5, 1.0)}
@@ -247,6 +262,8 @@ def patch(arm: str, images: Tensor | None = None) -> Callable[[], None]:
         put(model_module.OdeViTPreTrainedModel, "_init_weights", whitening_stem(images))
     elif arm == "narrow stem":
         put(layers, "_stage_widths", narrow_stem)
+    elif arm == "normed stem":
+        stack.enter_context(mock.patch.dict(layers.TOKENIZERS, pooling=NormedTokenizer))
     elif arm == "alternating flip":
         put(loop.Run, "prepare", alternating)
     return stack.close

@@ -1,24 +1,28 @@
 """What `odevit plan` says, against what a run really does."""
 
 import json
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from tiny_distillations import recipe_of
 from tiny_runs import tiny_recipe
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import ResNetConfig, ResNetForImageClassification
 
 import odevit.distill.plan
 from odevit import OdeViTConfig, OdeViTForImageClassification
-from odevit.commands.plan import plan
+from odevit.commands.plan import find_source, plan
 from odevit.commands.train import train_recipe
-from odevit.data import load_data
+from odevit.data import DataConfig, load_data
+from odevit.distill.answers import build_answers
 from odevit.distill.objective import build
 from odevit.distill.plan import (
-    SOURCES,
     Source,
     activation_bytes,
     cache_bytes,
@@ -77,7 +81,7 @@ def test_state_of_the_optimisers():
 def test_a_plan_of_a_run_that_then_happens(tmp_path, monkeypatch):
     monkeypatch.setattr(odevit.distill.plan, "images_per_second", partial(images_per_second, seconds=0.1))
     recipe = tiny_recipe(tmp_path / "run", data={"limit": None})
-    numbers = make_plan(recipe, SOURCES["digits"])
+    numbers = make_plan(recipe, find_source(recipe.data))
     result = train_recipe(recipe, progress_bar=False)
     assert numbers["images"] == len(load_data(recipe.data).train)
     assert numbers["parameters"] == result.metrics["parameters"]
@@ -98,13 +102,73 @@ def test_the_cache_has_the_size_that_was_planned(options, teacher_folder, data, 
     recipe = recipe_of(tmp_path, teacher_folder, losses={"kl": 1.0}, **options)
     student, objective = build(recipe, data)
     planned = cache_bytes(recipe, Source(len(data.train), 8, 1, 10), student, objective.teacher)
-    columns = [np.load(path, mmap_mode="r") for path in tmp_path.glob("cache/*/*.npy")]
-    assert planned == sum(column.nbytes for column in columns)
+    assert planned == bytes_in(tmp_path / "cache")
+
+
+def bytes_in(cache):
+    """Of all rows, without the headers of the files."""
+    return sum(np.load(path, mmap_mode="r").nbytes for path in cache.glob("*/*.npy"))
+
+
+def resnet_in(folder):
+    config = ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=10)
+    ResNetForImageClassification(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_answers_to_extra_images_are_planned(tmp_path, monkeypatch):
+    """Rows, epoch and cache of a run whose teacher, a ResNet, answers two views of two data sets."""
+    monkeypatch.setattr(odevit.distill.plan, "images_per_second", lambda *_: 10.0)
+    monkeypatch.setattr(odevit.distill.plan, "answers_per_second", lambda *_: 100.0)
+    options = {"match": "answers", "cache": "logits", "cache_views": 2, "extra_images": "digits"}
+    recipe = recipe_of(tmp_path, resnet_in(tmp_path / "resnet"), losses={"kl": 1.0}, augment={"crop": 1}, **options)
+    recipe.data.limit, recipe.model = 96, {"patch_size": 4, "hidden_size": 16, "num_attention_heads": 2}
+    numbers = plan(write(recipe, tmp_path), as_json=True)
+    data = load_data(recipe.data)
+    _, objective = build_answers(recipe, data)
+    everything = load_data(DataConfig(name="digits")).train
+    assert (numbers["images"], numbers["extra_images"]) == (len(data.train), len(everything)) == (96, 1294)
+    assert numbers["cache"] == bytes_in(tmp_path / "cache")
+    rows = len(objective.training_data(data).train)
+    assert numbers["macs_per_epoch"] == numbers["macs_per_image"] * rows
+    assert numbers["teacher_hours_here"] == pytest.approx(2 * (96 + 1294) / 100 / 3600)
+    assert numbers["hours_here"] == pytest.approx(recipe.optim.steps * recipe.optim.batch_size / 10 / 3600)
+
+
+def write(recipe, folder):
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(asdict(recipe)))
+    return str(folder / "recipe.yaml")
+
+
+def test_minutes_are_turned_into_epochs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(odevit.distill.plan, "images_per_second", lambda *_: 10.0)
+    numbers = plan(write(tiny_recipe(tmp_path, optim={"minutes": 3}), tmp_path))
+    assert numbers["hours_here"] == 3 / 60
+    assert numbers["epochs_here"] == pytest.approx(3 * 60 * 10 / 640)
+    assert numbers["epochs"] is None
+    assert "2.8 in the recipe's minutes" in capsys.readouterr().out
+
+
+def test_a_plan_counts_the_images_that_are_trained_on():
+    """Without those held out, and within the limit."""
+    assert find_source(DataConfig(name="uoft-cs/cifar10", val_fraction=0.02)).images == 49_000
+    assert find_source(DataConfig(name="uoft-cs/cifar10", limit=100)).images == 100
+    assert find_source(DataConfig(name="ILSVRC/imagenet-1k")).images == 1_281_167
+
+
+def test_each_number_of_steps_counts_with_its_share(monkeypatch):
+    """One step for three quarters of the run, seven for the rest, each as long as its evaluations: 2.5 on average."""
+    recipe = tiny_recipe(Path("run"), loop={"step_schedule": [[0, 1], [0.75, 7]]}, optim={"batch_size": 4})
+    model, clock = tiny(), []
+    model.register_forward_pre_hook(lambda *call: clock.append(call[2]["num_steps"]), with_kwargs=True)
+    monkeypatch.setattr(odevit.distill.plan, "seconds_of", lambda step, _: step() or clock[-1])
+    assert images_per_second(model, None, recipe, 1e6) == pytest.approx(4 / 2.5)
 
 
 @pytest.mark.slow
 def test_imagenet_with_dinov2_base_is_planned_without_either(capsys, monkeypatch):
     monkeypatch.setattr(odevit.distill.plan, "images_per_second", lambda *_: 1.0)
+    monkeypatch.setattr(odevit.distill.plan, "answers_per_second", lambda *_: 2.0)
     numbers = plan("imagenet/dinov2-base", device_tflops=300, processes=8, as_json=True)
     assert json.loads(capsys.readouterr().out)["processes"] == 8
     assert numbers["teacher_parameters"] == pytest.approx(86.6e6, rel=0.03)
@@ -112,11 +176,12 @@ def test_imagenet_with_dinov2_base_is_planned_without_either(capsys, monkeypatch
     assert numbers["cache"] == 1_281_167 * (13 * 768 * 2 + 196 + 8)  # CLS path in half precision, 32 logits, label
     assert numbers["cache_per_process"] == numbers["cache"] / 8
     assert numbers["hours_here"] == pytest.approx(30 * 1_281_167 / 3600)
+    assert numbers["teacher_hours_here"] == pytest.approx(1_281_167 / 2 / 3600)
     work = 2 * numbers["macs_in_all"] / (8 * 300e12 * numbers["utilisation"])
     assert numbers["hours_there"] == pytest.approx(work / 3600)
 
 
-@pytest.mark.parametrize(("macs", "images"), [(1e6, 32), (10e9, 5), (200e9, 1)])
+@pytest.mark.parametrize(("macs", "images"), [(1e6, 64), (10e9, 5), (200e9, 1)])
 def test_a_batch_whose_time_is_taken_is_smaller_for_a_larger_model(macs, images, tmp_path):
     model, seen = tiny(), []
     model.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))

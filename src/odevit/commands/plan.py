@@ -26,21 +26,27 @@ def plan(
     if processes < 1 or (device_tflops is not None and device_tflops <= 0):
         raise ValueError(f"processes and device_tflops must be positive, got {processes} and {device_tflops}")
     loaded = Recipe.load(recipe, overrides or ())
-    source = find_source(loaded.data, images)
-    numbers = make_plan(loaded, source, processes=processes, tflops=device_tflops)
+    source, extra = find_source(loaded.data, images), 0
+    if loaded.distill is not None and loaded.distill.extra_images:
+        extra = find_source(DataConfig(name=loaded.distill.extra_images)).images
+    numbers = make_plan(loaded, source, extra=extra, processes=processes, tflops=device_tflops)
     if as_json:
         print(json.dumps({"recipe": str(recipe), "processes": processes, **numbers}))
         return numbers
+    views = f" × {numbers['views']} views" if numbers["views"] > 1 else ""
     rows = {
-        "images": f"{numbers['images']:,}" + (f" × {numbers['views']} views" if numbers["views"] > 1 else ""),
+        "images": f"{numbers['images']:,}{views}",
+        "extra images": f"{extra:,}{views}" if extra else None,
         "parameters (trained)": f"{numbers['parameters']:,} ({numbers['trainable']:,})",
         "teacher's parameters": numbers["teacher_parameters"],
         "multiply-accumulates to train on an image": f"{numbers['macs_per_image'] / 1e9:,.3f} G",
         "multiply-accumulates, an epoch": f"{numbers['macs_per_epoch'] / 1e15:,.3f} P",
         "memory of a process": f"{numbers['memory_per_process'] / 1e9:,.2f} GB",
-        "cache on disk": f"{numbers['cache'] / 1e9:,.2f} GB" + _shared(numbers),
+        "cache on disk": f"{numbers['cache'] / 1e9:,.2f} GB" + _shared(numbers) if numbers["cache"] else None,
         "images/s, measured here": _speed(numbers["images_per_second_here"]),
-        "hours here": _hours(numbers["hours_here"]),
+        "epochs": f"{numbers['epochs_here']:.1f}" + ("" if numbers["epochs"] else " in the recipe's minutes, here"),
+        "hours of the teacher here": _hours(numbers["teacher_hours_here"]),
+        "hours of training here": _hours(numbers["hours_here"]),
     }
     if device_tflops is not None:
         where = f"hours on {processes} × {device_tflops:g} TFLOPS, {numbers['utilisation']:.0%} used"
@@ -49,14 +55,17 @@ def plan(
     return numbers
 
 
-def find_source(config: DataConfig, images: int | None) -> Source:
-    """The size of a data set: from the table of known ones, or by opening what is here."""
+def find_source(config: DataConfig, images: int | None = None) -> Source:
+    """The images that a run trains on: from the table of known data sets, or by opening what is here."""
     known = SOURCES.get(config.name)
-    if known is None and Path(config.name).exists():
+    if known is not None:
+        kept = known.images if known.has_val else round(known.images * (1 - config.val_fraction))
+        known = known._replace(images=min(kept, config.limit or kept))
+    elif Path(config.name).exists():
         data = load_data(config)
         side = int(data.train.fetch(torch.tensor([0]))[0].shape[-1])
         known = Source(len(data.train), side, data.channels, len(data.class_names))
-    if known is None:
+    else:
         raise ValueError(
             f"the size of {config.name!r} is not known: give a local folder, or one of {', '.join(SOURCES)}"
         )
@@ -72,5 +81,5 @@ def _speed(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _hours(value: float | None) -> str:
-    return "as the recipe says, by the clock" if value is None else f"{value:,.2f}"
+def _hours(value: float) -> str | None:
+    return f"{value:,.2f}" if value else None

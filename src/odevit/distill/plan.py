@@ -4,6 +4,7 @@ Works without the data and without the teacher: known names stand for their size
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ from odevit.data.splits import MemorySplit
 from odevit.distill.student import student_of
 from odevit.distill.top import bytes_of_top
 from odevit.dynamics.cost import count_macs, count_parameters
+from odevit.teachers.answerer import Answerer
 from odevit.teachers.teacher import Teacher, load_teacher
-from odevit.training.classifiers import build_classifier
+from odevit.training.classifiers import build_classifier, load_classifier
 from odevit.training.config import LoopConfig, OptimConfig
 from odevit.training.integration import parse_setting
 from odevit.training.precision import autocast, precision_of
@@ -31,16 +33,17 @@ UTILISATION = 0.35  # of a device's peak that training of small ViTs reaches: ou
 class Source(NamedTuple):
     """A data set by its numbers."""
 
-    images: int
+    images: int  # of its training split
     size: int
     channels: int
     classes: int
+    has_val: bool = True  # else a share of the training images is held out
 
 
 SOURCES = {
-    "digits": Source(1_294, 8, 1, 10),
-    "uoft-cs/cifar10": Source(50_000, 32, 3, 10),
-    "uoft-cs/cifar100": Source(50_000, 32, 3, 100),
+    "digits": Source(1_438, 8, 1, 10, has_val=False),
+    "uoft-cs/cifar10": Source(50_000, 32, 3, 10, has_val=False),
+    "uoft-cs/cifar100": Source(50_000, 32, 3, 100, has_val=False),
     "clane9/imagenet-100": Source(126_689, 224, 3, 100),
     "ILSVRC/imagenet-1k": Source(1_281_167, 224, 3, 1000),
 }
@@ -127,41 +130,54 @@ def state_bytes(trainable: int, total: int, optim: OptimConfig) -> int:
     return BYTES * (total + trainable * (1 + moments + (1 if optim.ema else 0)))
 
 
-def cache_bytes(recipe: Any, source: Source, student: Any, teacher: Teacher | None) -> int:
-    """Of the trajectory cache: images where they are augmented, answers (or their top k), states."""
-    config = recipe.distill
-    if config is None or config.cache == "none":
-        return 0
-    side, classes = recipe.data.image_size or source.size, student.config.num_labels
+def is_cached(recipe: Any) -> bool:
+    return recipe.distill is not None and recipe.distill.cache != "none"
+
+
+def cached_rows(recipe: Any, images: int, extra: int = 0) -> int:
+    """Rows that the teacher is asked once: every view of the training images and of the extra ones."""
+    return (images + extra) * recipe.distill.cache_views if is_cached(recipe) else 0
+
+
+def epoch_rows(recipe: Any, images: int, extra: int = 0) -> int:
+    """Rows of an epoch: all views, and as many of the extra images as of the others."""
+    return images * recipe.distill.cache_views * (2 if extra else 1) if is_cached(recipe) else images
+
+
+def bytes_of_row(recipe: Any, source: Source, student: Any, teacher: Any) -> int:
+    """In the cache: the image where it is augmented, the answer (or its top k), the states."""
+    config, side, classes = recipe.distill, recipe.data.image_size or source.size, student.config.num_labels
     row = 8  # the label
     if any(getattr(recipe.augment, name) for name in OPERATIONS):  # else the images are the data's own
         row += source.channels * side * side
     if teacher is None or teacher.num_labels:
         row += bytes_of_top(config.cache_top, classes) if 0 < config.cache_top < classes else BYTES * classes
-    if teacher is not None and config.cache in ("cls", "all"):
+    if config.cache in ("cls", "all"):
         tokens = 1 if config.cache == "cls" else 1 + teacher.num_patches + teacher.extra_tokens
         row += 2 * (teacher.depth + 1) * tokens * teacher.width
-    return row * source.images * config.cache_views
+    return row
 
 
-def build_stand_ins(recipe: Any, source: Source) -> tuple[Any, Teacher | None]:
+def cache_bytes(recipe: Any, source: Source, student: Any, teacher: Any, extra: int = 0) -> int:
+    rows = cached_rows(recipe, source.images, extra)
+    return rows * bytes_of_row(recipe, source, student, teacher) if rows else 0
+
+
+def build_stand_ins(recipe: Any, source: Source) -> tuple[Any, Any]:
     """Student and, where there is one, its teacher, as the recipe says, with random weights where none are at hand."""
     data = stand_in_data(source, recipe.data.image_size)
     if recipe.task != "distill":
         return build_classifier(recipe.model, data, recipe.data), None
     name, size = recipe.distill.teacher, recipe.data.image_size
-    here = Path(name).is_dir()
+    here, known = Path(name).is_dir(), name in ARCHITECTURES
     if recipe.distill.match == "answers":
-        known = here or name in ARCHITECTURES
-        teacher = _teacher(name, here, size, source.classes) if known else None
-        return build_classifier(recipe.model, data, recipe.data), teacher
-    teacher = _teacher(name, here, size, source.classes)
+        student = build_classifier(recipe.model, data, recipe.data)
+        if here:
+            return student, Answerer(load_classifier(name), data.mean, data.std, size or source.size)
+        return student, stand_in_teacher(name, size, source.classes) if known else None
+    teacher = load_teacher(name, image_size=size) if here else stand_in_teacher(name, size, source.classes)
     options = {**({"num_labels": source.classes} if not teacher.num_labels else {}), **recipe.model}
     return student_of(teacher, freeze_head=recipe.distill.freeze_head, **options), teacher
-
-
-def _teacher(name: str, here: bool, size: int | None, classes: int) -> Teacher:
-    return load_teacher(name, image_size=size) if here else stand_in_teacher(name, size, classes)
 
 
 def epochs_of(optim: OptimConfig, images: int) -> float | None:
@@ -170,72 +186,107 @@ def epochs_of(optim: OptimConfig, images: int) -> float | None:
     return None if optim.steps is None else optim.steps * optim.batch_size / images
 
 
-def make_plan(recipe: Any, source: Source, *, processes: int = 1, tflops: float | None = None) -> dict[str, Any]:
-    """All numbers of `odevit plan`."""
-    student, teacher = build_stand_ins(recipe, source)
-    parameters, config = count_parameters(student), student.config
-    forward = mean_macs(student, recipe.loop)
-    online = teacher is not None and recipe.distill.cache == "none"
-    teacher_macs = 0 if teacher is None else count_macs(
-        teacher.module, shape=(teacher.num_channels, teacher.image_size, teacher.image_size)
-    ).total  # fmt: skip
-    factor = 1 + BACKWARD + (1 if recipe.loop.recompute else 0)
-    views = recipe.distill.cache_views if recipe.distill is not None and recipe.distill.cache != "none" else 1
-    per_image = factor * forward + (teacher_macs if online else 0)
-    rows = source.images * views
-    epochs = epochs_of(recipe.optim, rows)
-    largest = max(steps or getattr(config, "num_steps", 1) for steps, _, _ in schedule_shares(recipe.loop))
+def memory_of_process(recipe: Any, student: Any, teacher: Any, processes: int) -> float:
+    """Bytes of weights, the optimiser's averages, what a batch keeps for its backward pass, and the teacher."""
+    config, parameters = student.config, count_parameters(student)
+    most_steps = max(steps or getattr(config, "num_steps", 1) for steps, _, _ in schedule_shares(recipe.loop))
     probe = torch.zeros(2, config.num_channels, config.image_size, config.image_size)
-    activations = activation_bytes(student.train(), probe, largest)
-    if recipe.loop.recompute:
-        activations /= largest
+    kept = activation_bytes(student.train(), probe, most_steps) / (most_steps if recipe.loop.recompute else 1)
     batch = -(-recipe.optim.batch_size // (processes * recipe.optim.accumulate))
     teacher_bytes = 0 if teacher is None else BYTES * sum(p.numel() for p in teacher.parameters())
     if recipe.distill is not None and recipe.distill.shard_teacher:
         teacher_bytes //= processes
-    states = state_bytes(parameters["trainable"], parameters["total"], recipe.optim)
-    speed = images_per_second(student, teacher if online else None, recipe, per_image)
-    caching = 0 if recipe.distill is None or recipe.distill.cache == "none" else rows * teacher_macs
-    total = None if epochs is None else epochs * rows * per_image + caching
+    return state_bytes(parameters["trainable"], parameters["total"], recipe.optim) + kept * batch + teacher_bytes
+
+
+def make_plan(
+    recipe: Any, source: Source, *, extra: int = 0, processes: int = 1, tflops: float | None = None
+) -> dict[str, Any]:
+    """All numbers of `odevit plan`. source: the images to train on; extra: how many `distill.extra_images` are."""
+    student, teacher = build_stand_ins(recipe, source)
+    parameters, cached = count_parameters(student), is_cached(recipe)
+    teacher_macs = 0 if teacher is None else count_macs(
+        teacher.module, shape=(teacher.num_channels, teacher.image_size, teacher.image_size)
+    ).total  # fmt: skip
+    passes = 1 + BACKWARD + (1 if recipe.loop.recompute else 0)
+    per_image = passes * mean_macs(student, recipe.loop) + (0 if cached else teacher_macs)
+    rows, asked = epoch_rows(recipe, source.images, extra), cached_rows(recipe, source.images, extra)
+    speed = images_per_second(student, None if cached else teacher, recipe, per_image)
+    teacher_hours = 0.0
+    if asked and teacher is not None:
+        teacher_hours = asked / answers_per_second(teacher, recipe, teacher_macs) / 3600
+    epochs = epochs_of(recipe.optim, rows)
+    total = None if epochs is None else epochs * rows * per_image + asked * teacher_macs
     there = None if tflops is None or total is None else 2 * total / (tflops * 1e12 * UTILISATION * processes) / 3600
+    cache = cache_bytes(recipe, source, student, teacher, extra)
+    by_the_clock = None if recipe.optim.minutes is None else recipe.optim.minutes / 60
     return {
         "images": source.images,
-        "views": views,
+        "extra_images": extra,
+        "views": recipe.distill.cache_views if cached else 1,
         "epochs": epochs,
+        "epochs_here": by_the_clock * 3600 * speed / rows if by_the_clock else epochs,
         "parameters": parameters["total"],
         "trainable": parameters["trainable"],
         "teacher_parameters": None if teacher is None else sum(p.numel() for p in teacher.parameters()),
         "macs_per_image": per_image,
         "macs_per_epoch": per_image * rows,
         "macs_in_all": total,
-        "memory_per_process": states + activations * batch + teacher_bytes,
-        "cache": (cache := cache_bytes(recipe, source, student, teacher)),
+        "memory_per_process": memory_of_process(recipe, student, teacher, processes),
+        "cache": cache,
         "cache_per_process": cache / (processes if recipe.distill and recipe.distill.cache_shards > 1 else 1),
         "images_per_second_here": speed,
-        "hours_here": None if epochs is None else epochs * rows / speed / 3600,
+        "hours_here": by_the_clock if epochs is None else epochs * rows / speed / 3600,
+        "teacher_hours_here": teacher_hours,
         "hours_there": there,
         "utilisation": UTILISATION,
     }
 
 
-def images_per_second(student: Any, teacher: Teacher | None, recipe: Any, macs: float, seconds: float = 3.0) -> float:
+def images_per_second(student: Any, teacher: Any, recipe: Any, macs: float, seconds: float = 3.0) -> float:
     """Forward and backward passes on this machine, with the teacher where it runs online, for a few seconds.
 
-    macs: of one image, so that a batch of a large model stays within those seconds.
+    Every integration that training draws counts with its share. macs: of one image, so that a batch of a large model
+    stays within those seconds.
     """
-    config, count = student.config, max(1, min(recipe.optim.batch_size, 32, int(PROBE / macs)))
+    config, count = student.config, max(1, min(recipe.optim.batch_size, int(PROBE / macs)))
     images = torch.randn(count, config.num_channels, config.image_size, config.image_size)
-    settings = [
-        {name: value for name, value in (("num_steps", steps), ("solver", solver)) if value is not None}
-        for steps, solver, _ in schedule_shares(recipe.loop)
-    ]
+    shares, each = schedule_shares(recipe.loop), 0.0
+    for steps, solver, share in shares:
+        options = {name: value for name, value in (("num_steps", steps), ("solver", solver)) if value is not None}
+
+        def step(options: dict[str, Any] = options) -> None:
+            with autocast(precision_of(recipe.loop), images.device):
+                logits = student(images, **options).logits
+                if teacher is not None:
+                    answer_noise(teacher, count)
+            logits.float().square().sum().backward()
+            student.zero_grad()
+
+        each += share * seconds_of(step, seconds / len(shares)) / count
+    return 1 / each
+
+
+def answers_per_second(teacher: Any, recipe: Any, macs: float, seconds: float = 2.0) -> float:
+    """Images that the teacher answers on this machine, in the run's precision."""
+    count = max(1, min(64, int(PROBE / macs)))
+
+    def step() -> None:
+        with autocast(precision_of(recipe.loop), torch.device("cpu")):
+            answer_noise(teacher, count)
+
+    return count / seconds_of(step, seconds)
+
+
+def answer_noise(teacher: Any, count: int) -> None:
+    teacher.answer(torch.randn(count, teacher.num_channels, teacher.image_size, teacher.image_size))
+
+
+def seconds_of(step: Callable[[], None], seconds: float) -> float:
+    """Of one call, after a first one, averaged over so many seconds."""
+    step()
     done, began = 0, time.perf_counter()
-    while time.perf_counter() - began < seconds or done < len(settings):
-        with autocast(precision_of(recipe.loop), images.device):
-            logits = student(images, **settings[done % len(settings)]).logits
-            if teacher is not None:
-                teacher.answer(torch.randn(count, teacher.num_channels, teacher.image_size, teacher.image_size))
-        logits.float().square().sum().backward()
-        student.zero_grad()
+    while done == 0 or time.perf_counter() - began < seconds:
+        step()
         done += 1
-    return done * count / (time.perf_counter() - began)
+    return (time.perf_counter() - began) / done
