@@ -13,7 +13,9 @@ def test_costs_are_those_of_a_count_and_no_setting_is_dearer_than_the_models_own
     model = tiny_model(num_steps=5, num_fields=2)
     found = affordable_settings(model)
     own = count_macs(model).total
-    assert {solver for solver, *_ in found} == {"euler", "lie_trotter", "heun", "midpoint"}  # others need 8 evaluations
+    tried = {solver for solver, *_ in found}
+    assert tried >= {"euler", "lie_trotter", "heun", "midpoint"}
+    assert not tried & {"strang", "rk4"}  # two fields need two steps, which are more than 5 evaluations of theirs
     assert ("euler", 5, own) in found
     dearest = {solver: (steps, macs) for solver, steps, macs in found}  # sorted by cost, so the last ones stay
     for solver, (steps, macs) in dearest.items():

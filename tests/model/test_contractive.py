@@ -15,7 +15,7 @@ from odevit.analysis.stability import path_measures
 from odevit.dynamics.bounds import field_bound, stiffness
 from odevit.dynamics.cost import count_macs
 from odevit.dynamics.exponents import model_exponents
-from odevit.model.contractive import ContractiveField, fewest_steps, step_growth
+from odevit.model.contractive import LIMITS, ContractiveField, fewest_steps, step_growth
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import SOLVERS, solve
 
@@ -116,8 +116,7 @@ def test_log_norm_is_never_positive_at_searched_states(mixing: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("solver", "num_steps"),
-    [("rk4", 12), ("euler", 4), ("lie_trotter", 2), ("heun", 4), ("rk4", 4), ("strang", 2)],
+    ("solver", "num_steps"), [("rk4", 12), *((name, int(4 / limit)) for name, limit in LIMITS.items())]
 )
 def test_no_pair_of_states_parts_at_the_step_limit(solver: str, num_steps: int) -> None:
     """Pairs climb the gradient of their growth, under the exact flow (rk4, small steps) and schemes at the limit."""
@@ -170,6 +169,8 @@ def test_too_few_steps_are_an_error_everywhere() -> None:
         model(images, num_steps=3)
     with pytest.raises(ValueError, match="rk4 never expands"):
         model(images, num_steps=2, solver="rk4")
+    with pytest.raises(ValueError, match=r"nothing is proven of midpoint.*: 4 steps at depth 4"):
+        model(images, num_steps=2, solver="midpoint")
     for options in ({"num_steps": 2, "solver": "lie_trotter"}, {"num_steps": 9}, {"solver": "dopri5"}):
         assert bool(model(images, **options).logits.isfinite().all())
     assert fewest_steps("euler", 4, phases=3) == 6

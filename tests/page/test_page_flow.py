@@ -7,8 +7,7 @@ from page.browsing import run_in_page, run_in_torch, small_model, visited
 
 from odevit import OdeViTForImageClassification
 from odevit.data import DataConfig, load_data
-from odevit.model.solvers import SOLVERS
-from odevit.page import SCORES, check_size, half_precision, make_payload, write_page
+from odevit.page import SCHEMES, SCORES, check_size, half_precision, make_payload, write_page
 from odevit.training.evaluation import model_input
 
 
@@ -28,7 +27,7 @@ def test_every_solver_gives_the_numbers_of_pytorch(browser, digits, tmp_path):
     images, labels = digits
     model = small_model(num_registers=2, final_norm="layer")
     with open_model(browser, tmp_path, model, images=images, labels=labels) as page:
-        for solver in SOLVERS:
+        for solver in SCHEMES:
             for steps, count in ((1, 4), (6, 50)):
                 ours = run_in_page(page, images[:count], solver=solver, steps=steps)
                 theirs = run_in_torch(model, images[:count], solver=solver, steps=steps)
@@ -150,6 +149,15 @@ def test_options_that_the_page_does_not_know_are_refused(monkeypatch):
     monkeypatch.setattr("odevit.page.NUMBERS", ("depth",))
     with pytest.raises(ValueError, match="cannot run a model with image_size=8 yet"):
         make_payload(model, title="t", class_names=[str(k) for k in range(10)])
+
+
+def test_a_scheme_that_only_pytorch_knows_is_not_offered(monkeypatch):
+    """A stranger's new solver: the page does without it, and refuses a model whose own it is."""
+    monkeypatch.setattr("odevit.page.SCHEMES", ("euler", "heun"))
+    names = [str(k) for k in range(10)]
+    assert set(make_payload(small_model(), title="t", class_names=names)["solvers"]) == {"euler", "heun"}
+    with pytest.raises(ValueError, match="cannot run the solver 'rk4' yet; it knows euler, heun"):
+        make_payload(small_model(solver="rk4"), title="t", class_names=names)
 
 
 def test_weights_beyond_half_precision_are_refused():

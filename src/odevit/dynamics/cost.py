@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 from odevit.dynamics.jacobian import forward_derivatives
 from odevit.model.solvers import ADAPTIVE, SOLVERS
+from odevit.model.spectral import make_plain_
 
 
 class Macs(NamedTuple):
@@ -43,7 +43,7 @@ def count_macs(
             f"choose one of {', '.join(SOLVERS)}"
         )
     ghost = copy.deepcopy(model).eval().to("meta")
-    _drop_parametrizations(ghost)
+    make_plain_(ghost)  # a spectral cap is computed once per batch, and never once the weights are final
     shape = shape or (config.num_channels, config.image_size, config.image_size)
     image = torch.empty(1, *shape, device="meta", dtype=next((p.dtype for p in model.parameters()), None))
     options = {name: value for name, value in (("num_steps", num_steps), ("solver", solver)) if value is not None}
@@ -56,16 +56,6 @@ def count_macs(
             counts = counter.get_flop_counts().get(f"{type(ghost).__name__}.{name}", {})
             around += sum(counts.values()) // 2
     return Macs(total, total - around)
-
-
-def _drop_parametrizations(model: nn.Module) -> None:
-    """A spectral cap is computed once per batch, and never once the weights are final: not a cost of an image."""
-    for module in model.modules():
-        if parametrize.is_parametrized(module):
-            shared = type(module)  # a deep copy shares it with its original, and removing changes the class
-            module.__class__ = type(shared.__name__, shared.__bases__, dict(shared.__dict__))
-            for name in list(module.parametrizations):  # type: ignore[arg-type]
-                parametrize.remove_parametrizations(module, name)
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:

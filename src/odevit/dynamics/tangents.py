@@ -22,7 +22,7 @@ DEPENDENT = 100  # times machine precision, relative to the column: what Gram-Sc
 @torch.no_grad()
 def push(function: Callable[[Tensor], Tensor], jet: Tensor) -> Tensor:
     """(f(x), J_f V) for any differentiable map, as a jet (1 + k, b, …). The state is computed once for all tangents."""
-    x, tangents = jet[0], jet[1:]
+    x, tangents = jet[0].clone(), jet[1:]  # a view would drag the whole jet's memory along, once for every tangent
     with forward_derivatives():
         y, pushed = torch.func.vmap(lambda v: torch.func.jvp(function, (x,), (v,))[:2], out_dims=(None, 0))(tangents)  # type: ignore[misc, arg-type]
     return torch.cat([y.unsqueeze(0), pushed])

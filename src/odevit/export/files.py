@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from odevit.atomic import TEMPORARY, sync, write_file
-from odevit.export.graphs import Classifier, Embed, Field, Head, chosen_flow, frozen, metadata
+from odevit.export.graphs import Classifier, Embed, Field, Head, chosen_flow, metadata
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import solve
+from odevit.model.spectral import plain_copy
 
 Run = Callable[[Tensor], Tensor]  # images (b, c, S, S) -> logits (b, classes)
 TOLERANCE = 1e-4  # largest difference of a logit from eager PyTorch's
@@ -26,7 +27,7 @@ def write_onnx(
 ) -> None:
     """The whole classifier with the steps unrolled: `images` → `logits`, any batch size."""
     steps, solver = chosen_flow(model, num_steps, solver)
-    network, notes = frozen(model), metadata(model, steps, solver)
+    network, notes = plain_copy(model), metadata(model, steps, solver)
     write_graph(Classifier(network, steps, solver), (example(network),), file, ["images"], ["logits"], notes)
 
 
@@ -39,7 +40,7 @@ def write_parts(
     (field, step size) of every step of the model's own grid.
     """
     steps, solver = chosen_flow(model, num_steps, solver)
-    network, notes = frozen(model), metadata(model, steps, solver)
+    network, notes = plain_copy(model), metadata(model, steps, solver)
     images = example(network)
     tokens = network.odevit.embed(images)
     count = len(network.odevit.fields)
@@ -56,7 +57,7 @@ def write_pt2(
 ) -> None:
     """A torch.export program; `torch.export.load(file, extra_files={"labels": ""})` reads it and its metadata."""
     steps, solver = chosen_flow(model, num_steps, solver)
-    network = frozen(model)
+    network = plain_copy(model)
     images = example(network)
     with quiet():
         program = torch.export.export(
@@ -134,7 +135,7 @@ class _GraphField:
 
 def eager_runner(model: OdeViTForImageClassification, num_steps: int | None, solver: str | None) -> Run:
     steps, solver = chosen_flow(model, num_steps, solver)
-    return Classifier(frozen(model), steps, solver)
+    return Classifier(plain_copy(model), steps, solver)
 
 
 @torch.no_grad()

@@ -3,13 +3,10 @@
 Shapes: b batch, c channels, S image size, n tokens, d width.
 """
 
-import copy
 import json
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import ADAPTIVE, SOLVERS, Grid, check_solver
@@ -58,22 +55,6 @@ class Head(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         return self.model.classify(state)
-
-
-@torch.no_grad()
-def frozen(model: OdeViTForImageClassification) -> OdeViTForImageClassification:
-    """A copy in eval mode on the CPU, in float32, whose capped weights are plain numbers."""
-    config: Any = copy.deepcopy(model.config)
-    config.spectral_cap = None
-    result = OdeViTForImageClassification(config)
-    state = dict(model.state_dict())
-    for name, layer in model.named_modules():
-        folded = parametrize.is_parametrized(layer, "weight")
-        if folded and not parametrize.is_parametrized(result.get_submodule(name), "weight"):
-            del state[f"{name}.parametrizations.weight.original"]
-            state[f"{name}.weight"] = layer.weight
-    result.load_state_dict(state)
-    return result.eval().requires_grad_(False)
 
 
 def chosen_flow(model: OdeViTForImageClassification, num_steps: int | None, solver: str | None) -> tuple[int, str]:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from odevit.export.files import example, onnx_session, write_graph
-from odevit.export.graphs import frozen, metadata
+from odevit.export.graphs import metadata
 from odevit.model.halting import SCORES, Moment, saved_rule
 from odevit.model.model import OdeViTForImageClassification
 from odevit.model.solvers import SOLVERS, Grid
+from odevit.model.spectral import plain_copy
 
 RULE = "halting.json"
 INPUTS, OUTPUTS = ["state_before", "logits_before"], ["state", "logits", "score"]
@@ -60,7 +61,7 @@ def write_halting(model: OdeViTForImageClassification, folder: Path) -> list[Pat
     Steps of one field and one length share a file.
     """
     rule = saved_rule(model)
-    network, config = frozen(model), model.config
+    network, config = plain_copy(model), model.config
     grid = Grid(config.num_steps, float(config.horizon), config.num_fields)
     steps, notes = list(grid.steps()), metadata(model, config.num_steps, config.solver)
     images = example(network)

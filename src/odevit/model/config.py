@@ -53,7 +53,7 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     num_steps, solver: K and the scheme; both can be changed at any call without retraining.
     num_fields: 1 is the paper (autonomous); k gives each k-th of [0, T] its own parameters.
     field: "softmax" (the paper) or "contractive" (never expands, by construction; it has no norm, and needs num_steps
-        of at least `depth`, or of half of it with solver "lie_trotter").
+        of at least `depth`, or of half of it with solver "lie_trotter" or "strang").
     norm: "center" (Lipschitz) or "layer"; attention: "softmax", "l2" (Lipschitz, tied) or "sinkhorn".
     mixing: "none" or "depthwise" (a 3×3 depthwise convolution on the patch grid inside F, the identity at the start).
     damping: ρ ≥ 0 of a term −ρX in the field, which lowers its log-norm by ρ per unit of depth; 0 is the paper.

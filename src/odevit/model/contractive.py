@@ -120,19 +120,21 @@ def step_growth(solver: str, h: float, stiffness_F: float, stiffness_G: float) -
         return max(1.0, part_F - 1) * max(1.0, part_G - 1)
     if solver == "strang":
         return 1.0 if max(part_F / 2, part_G) <= 2 + ROUNDING else math.inf
-    return 1.0 if solver in ("heun", "rk4") and part_F + part_G <= 2 + ROUNDING else math.inf
+    return 1.0 if solver in LIMITS and part_F + part_G <= 2 + ROUNDING else math.inf
 
 
 ROUNDING = 1e-5  # of norms held in single precision: up to 1.05e-6 was seen in 100 draws
+# The longest step h·s with which a scheme never expands whatever the weights, ‖W‖ and ‖A‖ being one at most.
+LIMITS = {"euler": 1.0, "heun": 1.0, "rk4": 1.0, "lie_trotter": 2.0, "strang": 2.0}
 
 
 def fewest_steps(solver: str, depth: float, phases: int = 1) -> int:
     """The least K with which a contractive flow of this depth never expands: ‖W‖ = ‖A‖ = 1 may be reached.
 
-    K = D for most schemes, half of that where F and G are taken one by one. The midpoint rule, of which nothing is
-    proven, is held to the limit of the others; adaptive solvers choose their own steps.
+    K = D for most schemes, half of that where F and G are taken one by one. A scheme of which nothing is proven, as the
+    midpoint rule, is held to Euler's limit; adaptive solvers choose their own steps.
     """
-    limit = 2.0 if solver in ("lie_trotter", "strang") else 1.0  # of h s
+    limit = LIMITS.get(solver, LIMITS["euler"])
     return phases * max(1, math.ceil(depth / phases / limit - 1e-9))
 
 
@@ -142,7 +144,9 @@ def check_steps(solver: str, num_steps: int, depth: float, phases: int = 1) -> N
         return
     least = fewest_steps(solver, depth, phases)
     if num_steps < least:
+        known = f"{solver} never expands a contractive flow of depth {depth:g} with at least {least} steps"
+        unknown = f"nothing is proven of {solver}, which is held to Euler's limit: {least} steps at depth {depth:g}"
         raise ValueError(
-            f"{solver} never expands a contractive flow of depth {depth:g} with at least {least} steps (h·s·(‖W‖² + "
-            f"‖A‖²) ≤ 2, each norm up to 1), got num_steps={num_steps}; use at least {least} steps, or less depth"
+            f"{known if solver in LIMITS else unknown} (h·s·(‖W‖² + ‖A‖²) ≤ 2, each norm up to 1), got "
+            f"num_steps={num_steps}; use at least {least} steps, or less depth"
         )

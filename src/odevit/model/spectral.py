@@ -3,8 +3,10 @@
 Needs nothing else of odevit. What a whole field's bound is made of stands in `odevit.dynamics.bounds`.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,3 +92,21 @@ def cap_spectral_norms_(module: nn.Module, cap: float) -> list[str]:
             raise ValueError(f"{name!r} already has a parametrised weight; cap the spectral norms once")
         parametrize.register_parametrization(layer, "weight", SpectralCap(cap))
     return list(layers)
+
+
+def make_plain_(module: nn.Module) -> None:
+    """Capped weights become plain numbers: what the cap leaves of them."""
+    for layer in module.modules():
+        if parametrize.is_parametrized(layer):
+            shared = type(layer)  # a deep copy shares it with its original, and removing changes the class
+            layer.__class__ = type(shared.__name__, shared.__bases__, dict(shared.__dict__))
+            for name in list(layer.parametrizations):  # type: ignore[arg-type]
+                parametrize.remove_parametrizations(layer, name)
+
+
+def plain_copy(model: Any) -> Any:
+    """Of an ODE-ViT: in eval mode on the CPU, in float32, its capped weights plain numbers."""
+    copied: Any = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
+    make_plain_(copied)
+    copied.config.spectral_cap = None
+    return copied

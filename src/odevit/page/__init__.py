@@ -6,7 +6,6 @@ The forward pass is templates/flow.js on layers.js, in a Worker; the interface i
 """
 
 import base64
-import copy
 import json
 from collections.abc import Sequence
 from html import escape
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from odevit.analysis.report.self_contained import Opening, document
 from odevit.analysis.trajectory import principal_axes
@@ -27,6 +25,7 @@ from odevit.dynamics.cost import count_macs, count_parameters
 from odevit.model.config import OdeViTConfig, own_fields
 from odevit.model.halting import saved_rule
 from odevit.model.solvers import ADAPTIVE, SOLVERS
+from odevit.model.spectral import plain_copy
 from odevit.training.evaluation import model_input
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -44,6 +43,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "mixing": ("none", "depthwise"),
     "pool": ("cls", "sequence", "mean", "sqrt_mean", "flatten"),
 }
+SCHEMES = ("euler", "lie_trotter", "strang", "heun", "midpoint", "rk4")  # those of flow.js
 SCORES = ("margin", "confidence", "change", "velocity")  # of stopping early
 NUMBERS = (
     *("image_size", "patch_size", "num_channels", "hidden_size", "num_attention_heads", "mlp_ratio", "num_registers"),
@@ -61,13 +61,7 @@ def half_precision(model: Any) -> Any:
 
     Capped weights become plain ones, as they are in use; BatchNorms become part of the convolutions before them.
     """
-    config = copy.deepcopy(model.config)
-    config.spectral_cap = None
-    rounded = type(model)(config).eval()
-    for module in list(rounded.modules()):
-        if parametrize.is_parametrized(module, "weight"):  # a contractive field's, whatever the config says
-            parametrize.remove_parametrizations(module, "weight")
-    rounded.load_state_dict({name: _in_use(model, name) for name in rounded.state_dict()})
+    rounded = plain_copy(model)
     for module in list(rounded.modules()):
         if isinstance(module, nn.Sequential):
             _fold_batch_norms(module)
@@ -77,12 +71,6 @@ def half_precision(model: Any) -> Any:
             if not bool(weight.isfinite().all()):
                 raise ValueError(f"a page holds weights in half precision (at most 65,504); {name} has larger ones")
     return rounded
-
-
-def _in_use(model: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer as the model uses it: a capped weight after its cap."""
-    module, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(module), leaf).detach()
 
 
 @torch.no_grad()
@@ -103,6 +91,8 @@ def check_supported(config: OdeViTConfig) -> None:
         value = getattr(config, name)
         if value not in known:
             raise ValueError(f"a page cannot run {name}={value!r} yet; it knows {', '.join(known)}")
+    if config.solver not in (*SCHEMES, *ADAPTIVE):
+        raise ValueError(f"a page cannot run the solver {config.solver!r} yet; it knows {', '.join(SCHEMES)}")
     defaults = OdeViTConfig()
     for name in own_fields():
         if name not in (*OPTIONS, *NUMBERS, *WITHOUT_EFFECT) and getattr(config, name) != getattr(defaults, name):
@@ -157,6 +147,7 @@ def make_payload(
         "solvers": {
             name: {**s.evaluations._asdict(), "order": s.order, "least": config.least_steps(name)}
             for name, s in SOLVERS.items()
+            if name in SCHEMES
         },
         "limits": {"steps": MOST_STEPS, "macs": MOST_MACS, "step_macs": step_macs},
         "drawable": config.num_channels == 1 and config.image_size <= 32,
