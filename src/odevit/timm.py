@@ -20,7 +20,6 @@ from odevit.model.config import PRESETS, OdeViTConfig, own_fields
 from odevit.model.layers import NORMS, interpolate_positions
 from odevit.model.model import OdeViTForImageClassification, OdeViTModel
 from odevit.model.pools import POOLS, Pool
-from odevit.model.solvers import Grid
 from odevit.shipped import names, zoo
 
 default_cfgs: dict[str, Any] = {}  # timm reads it at registration
@@ -104,13 +103,13 @@ class TimmOdeViT(nn.Module):
         taken, last = feature_take_indices(config.num_steps, indices)  # type: ignore[arg-type]
         until = None
         if stop_early and intermediates_only:
-            until = Grid(config.num_steps, float(config.horizon), config.num_fields).times()[last + 1]
+            until = config.time_grid().times()[last + 1]
         states = self.flow.evolve(self.flow.embed(x), save_at="steps", until=until).xs  # (steps + 1, b, n, d)
         chosen = [self.norm(states[index + 1]) if norm else states[index + 1] for index in taken]
         patches = [state[:, 1 : 1 + config.num_patches] for state in chosen]
         prefix = [state[:, :1] for state in chosen]
         if output_fmt == "NCHW":
-            patches = [tokens.mT.unflatten(2, config.grid).contiguous() for tokens in patches]
+            patches = [tokens.mT.unflatten(2, config.patch_grid).contiguous() for tokens in patches]
         if output_dict:
             result: dict[str, Any] = {"image_intermediates": patches}
             result |= {"image_intermediates_prefix": prefix} if return_prefix_tokens else {}
@@ -175,7 +174,7 @@ def from_huggingface(state: dict[str, Tensor], model: nn.Module | None = None) -
     if isinstance(model, TimmOdeViT) and "flow.positions" in renamed:
         positions = renamed["flow.positions"]
         side = math.isqrt(positions.shape[1] - 1)
-        renamed["flow.positions"] = interpolate_positions(positions, (side, side), model.config.grid)
+        renamed["flow.positions"] = interpolate_positions(positions, (side, side), model.config.patch_grid)
     return renamed
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from odevit.analysis import Finding, HtmlFigure, Study, register_analysis
-from odevit.model.solvers import Grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +49,7 @@ def attention_over_time(
     """The CLS attention of images (b, c, H, W) at every step; one full map is held at a time."""
     config, base = model.config, model.odevit
     states = base.evolve(base.embed(images), num_steps, solver, save_at="steps").xs  # (K + 1, b, n, d)
-    grid = Grid(len(states) - 1, float(config.horizon), config.num_fields)
+    grid = config.time_grid(len(states) - 1)
     maps, shares = zip(
         *(
             cls_to_patches(base.fields[phase].attention_map(state), config.num_patches)

@@ -103,19 +103,13 @@ def run(study: Study) -> Iterator[Finding]:
         pairs = zip(features, others, strict=True)
         return [probe_accuracy(x, labels, y, unseen_labels, classes) for x, y in pairs]
 
-    times = [time / float(config.horizon) for time in study_times(study, len(fitted[0]))]
+    times = [time / float(config.horizon) for time in config.time_grid(len(fitted[0]) - 1).times()]
     student, teacher = accuracies(fitted[0], unseen[0]), accuracies(fitted[1], unseen[1])
     assert student is not None
     yield probe_finding(times, student, teacher, labels, len(parts[1][0]))
     if fitted[1] is not None:
         yield similarity_finding(times, fitted[0], fitted[1])
     study.progress("dense features", 2, 2)
-
-
-def study_times(study: Study, count: int) -> list[float]:
-    from odevit.model.solvers import Grid
-
-    return Grid(count - 1, float(study.model.config.horizon), study.model.config.num_fields).times()
 
 
 def probe_finding(

@@ -16,7 +16,6 @@ from odevit.dynamics.bounds import field_bound
 from odevit.dynamics.certificate import EXACT_STATE, certify, check_certifiable
 from odevit.dynamics.exponents import sees_quotient
 from odevit.dynamics.jacobian import jacobian_norm, log_norm
-from odevit.model.solvers import Grid
 from odevit.model.spectral import spectral_norms
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def path_measures(model: Any, images: Tensor, *, states: int = PATH_STATES) -> P
     """Bound, norm and log-norm of T·field (the field over unit time) at states along the model's own path."""
     quotient = sees_quotient(model, images)
     config, base = model.config, model.odevit
-    grid = Grid(config.num_steps, float(config.horizon), config.num_fields)
+    grid = config.time_grid()
     path = base.evolve(base.embed(images), save_at="steps").xs  # (K + 1, b, n, d)
     phases, times = [phase for phase, _ in grid.steps()], grid.times()
     count = min(states, config.num_steps)

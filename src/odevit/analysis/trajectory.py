@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from odevit.analysis import Finding, HtmlFigure, Study, register_analysis
-from odevit.distill.meeting import grid_of, match_steps
+from odevit.distill.meeting import match_steps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -125,7 +125,7 @@ def layers_finding(study: Study, student: Tensor, teacher: Tensor) -> Finding:
     matched = times is not None and len(times) == depth
     if not matched:
         times = [config.horizon * (layer + 1) / depth for layer in range(depth)]
-    errors = layer_errors(student, teacher, match_steps(times, grid_of(study.model, student.shape[1] - 1)))
+    errors = layer_errors(student, teacher, match_steps(times, study.model.config.time_grid(student.shape[1] - 1)))
     where = "its meeting times" if matched else "evenly spaced times (it has no meeting times for this teacher)"
     text = (
         f"Distance of the student's CLS at {where} from the teacher's layers. Relative to the spread over images, 1 is "

@@ -100,11 +100,6 @@ def match_steps(times: Sequence[float], grid: Grid) -> list[tuple[int, int]]:
     return pairs  # the last step is at the horizon, where the last layer is
 
 
-def grid_of(model: OdeViTForImageClassification, num_steps: int) -> Grid:
-    """The steps that this model makes."""
-    return Grid(num_steps, model.config.horizon, model.config.num_fields)
-
-
 def token_groups(num_patches: int) -> list[slice]:
     """CLS, patches, and what stands behind them: registers or the teacher's extra tokens."""
     return [slice(0, 1), slice(1, 1 + num_patches), slice(1 + num_patches, None)]
@@ -130,7 +125,7 @@ def unroll(
         return list(solution.xs.unbind(0)), max(solution.evaluations)
     solver = solver or model.config.solver
     model.odevit.check_setting(solver, num_steps)
-    scheme, grid = SOLVERS[solver], grid_of(model, num_steps)
+    scheme, grid = SOLVERS[solver], model.config.time_grid(num_steps)
     layer_at, path = {step: layer for layer, step in pairs}, [x]
     with parametrize.cached():  # capped matrices are computed once, not at every step
         for step, (phase, h) in enumerate(grid.steps(), start=1):
@@ -184,7 +179,7 @@ def collocation_loss(
     teacher says nothing about them.
     """
     config, base, batch = model.config, model.odevit, states[0].shape[0]
-    legs = collocation_legs(config.meeting_times, grid_of(model, num_steps))
+    legs = collocation_legs(config.meeting_times, model.config.time_grid(num_steps))
     chosen = [legs[i] for i in torch.randint(len(legs), (batch,)).tolist()]
     before = torch.stack([states[leg.before][i] for i, leg in enumerate(chosen)])
     after = torch.stack([states[leg.after][i] for i, leg in enumerate(chosen)])

@@ -23,7 +23,6 @@ from odevit.distill.losses import LOSSES, Meeting
 from odevit.distill.meeting import (
     PLACEMENTS,
     collocation_loss,
-    grid_of,
     match_steps,
     meeting_times,
     token_groups,
@@ -300,7 +299,7 @@ class Distillation:
         weights = self.weights.to(images.device)
         if not unrolled:
             return Terms({"collocation": collocation_loss(model, trace.states, weights, num_steps)}, None, 1)
-        pairs = match_steps(model.config.meeting_times, grid_of(model, num_steps))
+        pairs = match_steps(model.config.meeting_times, model.config.time_grid(num_steps))
         path, evaluations = unroll(
             model, images, trace.states, num_steps, pairs, self.forced(progress), integration.solver
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from odevit.checksum import checksum
 from odevit.dynamics.flow import evaluating
 from odevit.model.halting import SCORES, Moment
-from odevit.model.solvers import SOLVERS, Grid
+from odevit.model.solvers import SOLVERS
 
 
 def check_risk(alpha: float, delta: float) -> None:
@@ -73,7 +73,7 @@ class Record(NamedTuple):
 def record(model: Any, images: Tensor, score: str = "margin", batch_size: int = 64) -> Record:
     """Answers and scores of images (N, c, H, W), prepared for the model, after every step of its own setting."""
     config = model.config
-    grid, step = Grid(config.num_steps, config.horizon, config.num_fields), SOLVERS[config.solver].step
+    grid, step = config.time_grid(), SOLVERS[config.solver].step
     answers, scores = [], []
     with evaluating(model):
         for batch in images.split(batch_size):

@@ -30,7 +30,7 @@ from odevit.dynamics.jacobian import forward_derivatives
 from odevit.dynamics.tangents import JetField
 from odevit.model.field import VectorField
 from odevit.model.layers import Attention, CenterNorm, ConvTokenizer, PatchTokenizer, PoolingTokenizer
-from odevit.model.solvers import Grid, euler
+from odevit.model.solvers import euler
 
 GELU_BEND = math.sqrt(2 / math.pi)
 """max |GELU''| = 2 φ(0): GELU'' = φ(x)(2 - x²)."""
@@ -251,7 +251,7 @@ def certify(model: Any, images: Tensor) -> Certificate:
     check_certifiable(model)
     model, images = copy.deepcopy(model).double().eval().requires_grad_(False), images.double()
     base, config = model.odevit, model.config
-    grid = [(base.fields[phase], h) for phase, h in Grid(config.num_steps, config.horizon, config.num_fields).steps()]
+    grid = [(base.fields[phase], h) for phase, h in config.time_grid().steps()]
     steps, states = [_euler(field, h) for field, h in grid], [base.embed(images)]
     for step in steps:
         states.append(step(states[-1]))

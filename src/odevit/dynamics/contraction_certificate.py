@@ -20,7 +20,6 @@ from odevit.dynamics.certificate import Certificate, tokenizer_bound
 from odevit.model.contractive import step_growth
 from odevit.model.layers import PatchTokenizer
 from odevit.model.pools import ClsPool, FlattenPool, MeanPool, RootMeanPool
-from odevit.model.solvers import Grid
 from odevit.model.spectral import gram_norm
 
 RADII = {"36/255": 36 / 255, "72/255": 72 / 255, "108/255": 108 / 255}
@@ -80,7 +79,7 @@ def flow_growth(model: Any, num_steps: int | None = None, solver: str | None = N
     tokens = 1 + config.num_patches + config.num_registers
     parts = [stiffness(field, tokens) for field in base.fields]
     scheme = solver or config.solver
-    grid = Grid(num_steps or config.num_steps, float(config.horizon), config.num_fields)
+    grid = config.time_grid(num_steps)
     growth = math.prod(step_growth(scheme, h, *parts[phase]) for phase, h in grid.steps())
     if not math.isfinite(growth):
         raise ValueError(

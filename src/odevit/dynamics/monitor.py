@@ -9,7 +9,6 @@ from odevit.dynamics.bounds import field_bound, g, has_bound
 from odevit.dynamics.exponents import model_exponents
 from odevit.dynamics.flow import evaluating
 from odevit.dynamics.jacobian import jacobian_norm
-from odevit.model.solvers import Grid
 
 
 def spread(values: list[Tensor]) -> dict[str, float]:
@@ -29,7 +28,7 @@ def flow_measures(model: Any, images: Tensor) -> dict[str, Any]:
     with evaluating(model):
         path = base.evolve(base.embed(images), save_at="steps").xs
         maps = list(base.attention_maps(list(path)))
-        phases = [phase for phase, _ in Grid(len(path) - 1, config.horizon, config.num_fields).steps()]
+        phases = [phase for phase, _ in config.time_grid(len(path) - 1).steps()]
         ends = [(base.fields[phases[k]], path[k]) for k in sorted({0, len(phases) - 1})]
         scale = float(config.horizon) / float(config.depth)
         record: dict[str, Any] = {

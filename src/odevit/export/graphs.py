@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from odevit.model.model import OdeViTForImageClassification
-from odevit.model.solvers import ADAPTIVE, SOLVERS, Grid, check_solver
+from odevit.model.solvers import ADAPTIVE, SOLVERS, check_solver
 
 
 class Classifier(nn.Module):
@@ -66,7 +66,7 @@ def chosen_flow(model: OdeViTForImageClassification, num_steps: int | None, solv
             f"an exported flow has a fixed number of steps, {name} chooses its own; use --solver with one of "
             f"{', '.join(SOLVERS)}"
         )
-    Grid(steps, float(model.config.horizon), model.config.num_fields)  # raises on impossible step counts
+    model.config.time_grid(steps)  # raises on impossible step counts
     return steps, name
 
 
@@ -90,7 +90,7 @@ def metadata(model: OdeViTForImageClassification, num_steps: int, solver: str) -
         "num_steps": num_steps,
         "horizon": float(config.horizon),
         "fields": config.num_fields,
-        "steps": [list(step) for step in Grid(num_steps, float(config.horizon), config.num_fields).steps()],
+        "steps": [list(step) for step in config.time_grid(num_steps).steps()],
     }
     values = {"labels": label_names(model), "preprocessing": preprocessing, "flow": flow}
     return {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}

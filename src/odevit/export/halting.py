@@ -62,7 +62,7 @@ def write_halting(model: OdeViTForImageClassification, folder: Path) -> list[Pat
     """
     rule = saved_rule(model)
     network, config = plain_copy(model), model.config
-    grid = Grid(config.num_steps, float(config.horizon), config.num_fields)
+    grid = config.time_grid()
     steps, notes = list(grid.steps()), metadata(model, config.num_steps, config.solver)
     images = example(network)
     state = network.odevit.embed(images)

@@ -134,7 +134,7 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose one of {', '.join(registry)}")
         check_solver(self.solver)
         self._check_numbers()
-        Grid(self.num_steps, float(self.horizon), self.num_fields)  # raises on impossible step counts
+        self.time_grid()  # raises on impossible step counts
         if self.field == "contractive":
             self._check_contractive()
         if self.hidden_size % self.num_attention_heads:
@@ -216,7 +216,7 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
     @property
     def stage_times(self) -> list[float]:
         """Times of a backbone's feature maps, 0 first."""
-        return [0.0, *(self.feature_times or Grid(self.num_steps, float(self.horizon), self.num_fields).times()[1:])]
+        return [0.0, *(self.feature_times or self.time_grid().times()[1:])]
 
     @property
     def stage_names(self) -> list[str]:
@@ -227,15 +227,19 @@ class OdeViTConfig(BackboneConfigMixin, PreTrainedConfig):
         """Without out_indices: they follow from out_features, and mean something else at another number of steps."""
         return {**super().to_dict(), "out_indices": None}
 
+    def time_grid(self, num_steps: int | None = None) -> Grid:
+        """When the flow steps: K steps, or so many, over [0, T] in as many phases as there are fields."""
+        return Grid(self.num_steps if num_steps is None else num_steps, float(self.horizon), self.num_fields)
+
     @property
-    def grid(self) -> tuple[int, int]:
+    def patch_grid(self) -> tuple[int, int]:
         """Patches per column and per row."""
         side = self.image_size // self.patch_size
         return side, side
 
     @property
     def num_patches(self) -> int:
-        rows, cols = self.grid
+        rows, cols = self.patch_grid
         return rows * cols
 
     def least_steps(self, solver: str) -> int:

@@ -170,7 +170,7 @@ def halt(
     if any(value for value in others.values()):
         raise ValueError(f"halting cannot be combined with {', '.join(others)}: images stop at different times")
     tokens = model.odevit.embed(images, interpolate_pos_encoding)
-    grid, scheme = Grid(steps, config.horizon, config.num_fields), SOLVERS[solver]
+    grid, scheme = config.time_grid(steps), SOLVERS[solver]
     under_way = torch.arange(len(tokens), device=tokens.device)
     x, logits = tokens, model.classify(tokens)
     last = torch.empty_like(logits)

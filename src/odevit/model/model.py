@@ -31,7 +31,7 @@ from odevit.model.layers import (
 )
 from odevit.model.pools import POOLS, Pool, TokenScore
 from odevit.model.saved import follow_umask, read_model
-from odevit.model.solvers import Evaluations, Grid, Solution, solve
+from odevit.model.solvers import Evaluations, Solution, solve
 from odevit.model.spectral import cap_spectral_norms_, spectral_init_
 
 
@@ -112,7 +112,7 @@ class OdeViTPreTrainedModel(PreTrainedModel):
         config = OdeViTConfig(**{**base.config.to_dict(), "image_size": image_size})
         if isinstance(pool := getattr(self, "pool", None), Pool):
             pool.check(1 + config.num_patches)
-        positions = interpolate_positions(base.positions.detach(), base.config.grid, config.grid)
+        positions = interpolate_positions(base.positions.detach(), base.config.patch_grid, config.patch_grid)
         self.config = base.config = config
         base.positions = nn.Parameter(positions, requires_grad=base.positions.requires_grad)
 
@@ -154,7 +154,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
         """Images (b, c, H, W) → tokens [CLS | patches | registers] (b, n, d). Registers have no position."""
         self._check_images(images, interpolate_pos_encoding)
         grid = images.shape[-2] // self.config.patch_size, images.shape[-1] // self.config.patch_size
-        positions = interpolate_positions(self.positions, self.config.grid, grid)
+        positions = interpolate_positions(self.positions, self.config.patch_grid, grid)
         cls_token, registers = (t.expand(images.shape[0], -1, -1) for t in (self.cls_token, self.registers))
         tokens = torch.cat([cls_token, self.tokenizer(images)], dim=1) + positions
         return self.embedding_norm(torch.cat([tokens, registers], dim=1))
@@ -195,7 +195,7 @@ class OdeViTModel(OdeViTPreTrainedModel):
 
         num_steps: K of the grid when the states are only its beginning; else there are K + 1 of them.
         """
-        grid = Grid(num_steps or len(states) - 1, self.config.horizon, self.config.num_fields)
+        grid = self.config.time_grid(num_steps or len(states) - 1)
         return tuple(
             self.fields[phase].attention_map(x)  # type: ignore[operator]
             for (phase, _), x in zip(grid.steps(), states[:-1], strict=False)

@@ -10,7 +10,7 @@ import torch
 
 from odevit.data import derive_seed
 from odevit.model.contractive import check_steps
-from odevit.model.solvers import SOLVERS, Grid
+from odevit.model.solvers import SOLVERS
 from odevit.training.config import LoopConfig
 
 
@@ -65,6 +65,6 @@ def check_schedule(loop: LoopConfig, config: Any) -> None:
             raise ValueError("loop.step_schedule: an empty list leaves no number of steps to draw")
         for setting in choices:
             wanted = parse_setting(setting)
-            Grid(wanted.num_steps or 0, float(config.horizon), config.num_fields)
+            config.time_grid(wanted.num_steps or 0)
             if config.field == "contractive":
                 check_steps(wanted.solver or config.solver, wanted.num_steps or 0, config.depth, config.num_fields)

@@ -87,7 +87,7 @@ class Classification:
             losses["jasmin"] = self.penalties.jasmin * jasmin(output.attentions, self.penalties.jasmin_k)
         if self.penalties.transport:
             num_steps = integration.num_steps or model.config.num_steps
-            grid = Grid(num_steps, model.config.horizon, model.config.num_fields)
+            grid = model.config.time_grid(num_steps)
             losses["transport"] = self.penalties.transport * transport_cost(output.hidden_states, grid)
         return losses
 
