@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -182,3 +183,33 @@ def test_extra_images_of_another_size_are_brought_to_that_of_the_others(tmp_path
     more = extra_images(load_data(DataConfig(name="digits", limit=96)).train, str(tmp_path))
     assert more.images.shape[1:] == (1, 8, 8)
     assert more.images.dtype == torch.uint8
+
+
+def test_extra_images_are_as_few_as_the_others_may_be(tmp_path, teacher):
+    plan = recipe(tmp_path, teacher, cache="logits", extra_images="digits")
+    _, objective = build(plan, load_data(plan.data))
+    assert len(objective.cache.split) == 2 * 96
+    rows = sum(len(np.load(path)) for path in tmp_path.glob("cache/*/labels.npy"))
+    assert rows == 2 * 96
+
+
+@pytest.mark.parametrize("name", ["run", "run/model", "digits"])
+def test_the_classes_of_a_teacher_are_those_of_the_model_that_answers(name, tmp_path, monkeypatch):
+    """Of a run's folder, of the model in it, and of a model of the zoo; the data is read in their order."""
+    names = [str(i) for i in range(10)]
+    if name != "digits":
+        names = names[::-1]
+        config = ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=10)
+        config.id2label = dict(enumerate(names))
+        ResNetForImageClassification(config).save_pretrained(tmp_path / "run" / "model")
+        name = str(tmp_path / name)
+    seen = []
+
+    def load(config, wanted):
+        seen.append(wanted.class_names)
+        raise InterruptedError
+
+    monkeypatch.setattr("odevit.commands.distill.load_data", load)
+    with pytest.raises(InterruptedError):
+        distill_recipe(recipe(tmp_path / "student", name, cache="logits"), report=None, progress_bar=False)
+    assert seen == [names]

@@ -128,8 +128,10 @@ def test_answers_are_compared_in_float32_under_autocast():
     exact = answer_divergence(student.bfloat16().float(), teacher, 2.0)
     with torch.autocast("cpu", torch.bfloat16):
         seen = answer_divergence(student.bfloat16(), teacher, 2.0)
+        online = answer_divergence(student.bfloat16(), student.bfloat16(), 4.0)  # a teacher that answers in 16 bits
     assert seen.dtype == torch.float32
     assert float(seen) == pytest.approx(float(exact), rel=1e-6)
+    assert float(online) == pytest.approx(0, abs=1e-6)
 
 
 def test_only_cross_entropy_reads_the_labels():

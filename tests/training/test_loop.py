@@ -234,6 +234,12 @@ def test_monitors_and_tensorboard(tmp_path, data, capsys):
     costs = monitor_seconds(tmp_path / "a")
     assert len(costs) == 2
     assert min(costs) > 0
+    timing = tmp_path / "a" / "timing.jsonl"
+    with timing.open("a") as file:
+        file.write(
+            '{"step": 5, "moni{"step": 6, "monitor_seconds": 0.5}\n{"step": 7, "monitor_seconds": 0.25}\n'
+        )
+    assert monitor_seconds(tmp_path / "a") == [*costs, 0.25]  # half a line of a crash, and what was written behind it
     told = capsys.readouterr().err
     assert f"monitors: 2 looks, {sum(costs):.1f} s of" in told
     assert f"σ_max {monitored[0]['sigma_max']['median']:.2g}" in told

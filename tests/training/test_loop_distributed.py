@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 from tiny_runs import tiny_recipe
 
 from odevit.commands.train import train_recipe
+from odevit.data import load_data
 from odevit.recipe import Recipe
+from odevit.training.classifiers import load_classifier
+from odevit.training.evaluation import evaluate
 from odevit.training.runlog import read_metrics
 from odevit.training.statefile import load_state
 
@@ -97,6 +100,28 @@ def test_same_weights_and_result(name, reference, runs):
     result, expected = (json.loads((runs / n / "result.json").read_text()) for n in (name, reference))
     assert result["count"] == expected["count"]
     assert result["top1"] == expected["top1"]
+
+
+@pytest.mark.slow
+def test_two_processes_with_batch_norm_resume_as_if_nothing_had_happened(tmp_path):
+    """Each sees other images; what is validated, in the same words before and after, is what the first one has. The
+    checkpoint of step 15 lies within a line of metrics.jsonl."""
+    recipe = tiny_recipe(tmp_path / "run", optim={"steps": 20, "ema": 0.9}, loop={"log_every": 4})
+    recipe.model = {**recipe.model, "tokenizer": "conv"}
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    command = ["train", str(tmp_path / "recipe.yaml")]
+    assert [wait_for_child(child) for child in start_pair(command)] == [0, 0]
+    copy_as_of_step_15(tmp_path / "run", tmp_path / "resumed")
+    resumed = ["--set", f"output={tmp_path / 'resumed'}", "--resume"]
+    assert [wait_for_child(child) for child in start_pair([*command, *resumed])] == [0, 0]
+    ours, theirs = read_metrics(tmp_path / "resumed"), read_metrics(tmp_path / "run")
+    assert [(r["kind"], r["step"]) for r in ours] == [(r["kind"], r["step"]) for r in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-12)
+    model = load_classifier(str(tmp_path / "run" / "model"))
+    split = load_data(recipe.data).val
+    best = max((r for r in theirs if r["kind"] == "val"), key=lambda record: record["top1"])
+    assert evaluate(model, split)["loss"] == pytest.approx(best["loss"], rel=1e-6)  # of the weights that are saved
 
 
 def test_one_set_of_checkpoints(runs):

@@ -1,5 +1,6 @@
 """A run that was killed anywhere and resumed equals, bit for bit, the run that was not."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from tiny_runs import stateful_recipe, tiny_recipe
 
 from odevit.commands.train import train_recipe
+from odevit.recipe import Recipe
 from odevit.training import checkpoint
 from odevit.training import loop as train
 from odevit.training.checkpoint import CheckpointStore
@@ -194,6 +196,42 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
     again = train_recipe(recipe, resume=True, progress_bar=False)
     assert again.metrics == first.metrics
     assert all(torch.equal(v, first.model.state_dict()[n]) for n, v in again.model.state_dict().items())
+
+
+def test_a_longer_run_that_is_killed_at_its_very_end_is_finished_by_the_next_resume(tmp_path, monkeypatch):
+    """Not taken for the shorter one, whose result still lies there; and recipe.yaml is that of the longer one."""
+    folder = tmp_path / "run"
+    train_recipe(tiny_recipe(folder, optim={"steps": 4}), progress_bar=False)
+    longer = tiny_recipe(folder, optim={"steps": 9})
+    with monkeypatch.context() as broken:
+        broken.setattr(train.Run, "finish", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train_recipe(longer, resume=True, progress_bar=False)
+    assert json.loads((folder / "result.json").read_text())["steps"] == 4
+    result = train_recipe(Recipe.load(folder / "recipe.yaml"), resume=True, progress_bar=False)
+    assert result.metrics["steps"] == json.loads((folder / "result.json").read_text())["steps"] == 9
+    weights, best = (load_file(folder / name / "model.safetensors") for name in ("model", "best"))
+    assert all(torch.equal(weights[name], best[name]) for name in best)
+
+
+def test_recipe_yaml_keeps_the_folder_that_the_run_was_begun_with(tmp_path, monkeypatch):
+    """It may be resumed from within, as --output . says; its own recipe goes on to work from outside."""
+    folder = tmp_path / "run"
+    train_recipe(tiny_recipe(folder, optim={"steps": 4}), progress_bar=False)
+    monkeypatch.chdir(folder)
+    train_recipe(tiny_recipe(Path(), optim={"steps": 6}), resume=True, progress_bar=False)
+    again = Recipe.load(folder / "recipe.yaml")
+    assert (again.output, again.optim.steps) == (str(folder), 6)
+
+
+def test_late_checkpoints_go_by_the_clock_on_which_all_processes_agree(tmp_path, monkeypatch):
+    """By its own clock one process could think it late where another does not, and wait for it for ever."""
+    saved = []
+    monkeypatch.setattr(train.Run, "agree", lambda run, stop: (0, 60.0 * run.step))  # a minute a step
+    monkeypatch.setattr(train, "save_run", lambda run: saved.append(run.step))
+    loop = {"checkpoint_minutes": 5, "checkpoint_every": 1000, "eval_every": 1000}
+    train_recipe(tiny_recipe(tmp_path / "run", optim={"steps": 24}, loop=loop), progress_bar=False)
+    assert saved == [7, 13, 19, 24]  # more than five minutes after the one before, and the last step
 
 
 def test_a_run_ends_with_a_checkpoint_of_its_last_step(tmp_path):

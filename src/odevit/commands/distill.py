@@ -28,7 +28,7 @@ from odevit.teachers.preprocessing import wanted_by, wanted_by_saved
 from odevit.teachers.reading import model_class
 from odevit.teachers.teacher import Teacher, find_family, tiny_teacher
 from odevit.training.claim import claim_run
-from odevit.training.classifiers import adapt_to_data
+from odevit.training.classifiers import adapt_to_data, resolve_model
 from odevit.training.loop import Result, fit
 
 # What `odevit distill --teacher … --data …` does without a recipe.
@@ -118,7 +118,10 @@ def distill_recipe(
     """
     assert recipe.distill is not None
     with claim_run(recipe, resume=resume, overwrite=overwrite) as claim:
-        wanted = wanted_by(teacher.module) if teacher else wanted_by_saved(recipe.distill.teacher)
+        name = recipe.distill.teacher
+        if teacher is None and recipe.distill.match == "answers":
+            name = resolve_model(name)  # a run's folder or a name of the zoo, as `load_classifier` takes it
+        wanted = wanted_by(teacher.module) if teacher else wanted_by_saved(name)
         data = data or load_data(recipe.data, wanted=wanted)
         if claim.first:
             tell_of_other_classes("the teacher's", wanted, data)

@@ -28,7 +28,7 @@ def plan(
     loaded = Recipe.load(recipe, overrides or ())
     source, extra = find_source(loaded.data, images), 0
     if loaded.distill is not None and loaded.distill.extra_images:
-        extra = find_source(DataConfig(name=loaded.distill.extra_images)).images
+        extra = find_source(DataConfig(name=loaded.distill.extra_images, limit=loaded.data.limit)).images
     numbers = make_plan(loaded, source, extra=extra, processes=processes, tflops=device_tflops)
     if as_json:
         print(json.dumps({"recipe": str(recipe), "processes": processes, **numbers}))

@@ -1,8 +1,8 @@
 """A name, folder or file → uint8 images and labels in batches, and float images ready for a model.
 
 Small sets are decoded once and kept in memory; large ones are decoded by worker processes as they are needed. Both
-give the same batches: their order is a pure function of (seed, epoch), so a run resumes at any step, on any number of
-processes.
+have the same order, a pure function of (seed, epoch), so a run resumes at any step, on any number of processes. Images
+of one square size are augmented at that size in memory, and at `image_size` when they are streamed.
 """
 
 import hashlib

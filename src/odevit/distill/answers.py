@@ -84,18 +84,24 @@ def build_answers(
         raise ValueError("distill.extra_images have no labels of these classes: set the weight of cross_entropy to 0")
     if config.cache == "none":
         return student, AnswerDistillation(teacher, config)
-    more = extra_images(data.train, config.extra_images) if config.extra_images else None  # before anything is built
+    more, name = None, config.extra_images
+    if name:  # before anything is built
+        more = extra_images(data.train, name, recipe.data)
     cache = cache_of(recipe, teacher, data.train, teacher.mean, teacher.std)
     if more is not None:
         cache = joined(cache, cache_of(recipe, teacher, more, teacher.mean, teacher.std))
     return student, AnswerDistillation(teacher, config, cache)
 
 
-def extra_images(train: Split, name: str) -> MemorySplit:
-    """The training images of another data set, as large as these, with the label 0, which nobody reads."""
+def extra_images(train: Split, name: str, like: DataConfig | None = None) -> MemorySplit:
+    """The training images of another data set, as large as these, with the label 0, which nobody reads.
+
+    like: says how many of them at most, and what happens to broken ones.
+    """
+    limits = {} if like is None else {"limit": like.limit, "strict": like.strict}
     images, labels = train.fetch(torch.arange(1))
     side = images.shape[-1]
-    other = load_data(DataConfig(name=name, image_size=side), wanted=Wanted(channels=images.shape[1])).train
+    other = load_data(DataConfig(name=name, image_size=side, **limits), wanted=Wanted(channels=images.shape[1])).train
     more, _ = other.fetch(torch.arange(len(other)))
     if more.shape[-1] != side:
         more = nnf.interpolate(more, size=(side, side), mode="bicubic", antialias=True)  # bytes, as `prepare` does

@@ -96,11 +96,10 @@ def answer_divergence(student: Tensor, teacher: Tensor | TopLogits, temperature:
 
     Of a teacher of whom only the top is known: over these classes and all the others as one, see `top`."""
     wide = torch.promote_types(student.dtype, torch.float32)  # autocast on a CPU would take logarithms in 16 bits
-    student = student.to(wide)
     if isinstance(teacher, TopLogits):
-        said, meant = lumped(student, teacher, temperature)
+        said, meant = lumped(student.to(wide), teacher, temperature)
     else:
-        said, meant = torch.log_softmax(student / temperature, dim=-1), torch.log_softmax(teacher / temperature, dim=-1)
+        said, meant = (torch.log_softmax(logits.to(wide) / temperature, dim=-1) for logits in (student, teacher))
     return nnf.kl_div(said, meant, reduction="batchmean", log_target=True) * temperature**2
 
 

@@ -147,6 +147,8 @@ def epoch_rows(recipe: Any, images: int, extra: int = 0) -> int:
 def bytes_of_row(recipe: Any, source: Source, student: Any, teacher: Any) -> int:
     """In the cache: the image where it is augmented, the answer (or its top k), the states."""
     config, side, classes = recipe.distill, recipe.data.image_size or source.size, student.config.num_labels
+    if source.images * source.channels * source.size**2 <= recipe.data.memory_limit_mb * 2**20:
+        side = source.size  # kept in memory, and augmented, at their own size
     row = 8  # the label
     if any(getattr(recipe.augment, name) for name in OPERATIONS):  # else the images are the data's own
         row += source.channels * side * side

@@ -30,7 +30,7 @@ PREVIOUS = ".previous-"
 # A run may be resumed with other values of these: where it writes, how long it runs, how fast, in how much memory.
 FREE_KEYS = {
     "output", "optim.epochs", "optim.steps", "optim.minutes", "optim.accumulate", "data.workers",
-    "data.memory_limit_mb", "loop.checkpoint_every", "loop.checkpoint_minutes", "loop.keep", "loop.eval_batch_size",
+    "loop.checkpoint_every", "loop.checkpoint_minutes", "loop.keep", "loop.eval_batch_size",
     "loop.tensorboard", "loop.compile", "loop.recompute", "loop.fsdp", "distill.cache_folder",
 }  # fmt: skip
 

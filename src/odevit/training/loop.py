@@ -20,6 +20,7 @@ from odevit.data import Batch, Data, Split, batches, derive_seed, num_batches
 from odevit.data.augment import Augment
 from odevit.dynamics.cost import count_parameters
 from odevit.model.errors import NonFiniteStateError
+from odevit.parse import read_json
 from odevit.training import checkpoint as ckpt
 from odevit.training.claim import Claim, prepare_folder
 from odevit.training.classifiers import quiet_transformers, save_classifier
@@ -72,10 +73,11 @@ def fit(
     try:
         if claim.resume:
             load_run(run)
-        if claim.resume and (folder / "result.json").exists() and run.finished(run.elapsed):
+        result = read_json(folder / "result.json") if (folder / "result.json").exists() else {}
+        if claim.resume and run.finished(run.elapsed) and result.get("steps") == run.step:
             run.log.say(f"this run is finished: see {folder / 'result.json'}")
             run.use_best()
-            return Result(run.model.eval(), json.loads((folder / "result.json").read_text()), folder)
+            return Result(run.model.eval(), result, folder)
         with stop_request() as stop:
             run.train(stop)
         return run.finish()
@@ -191,6 +193,7 @@ class Run:
             late = elapsed - self.saved_at > 60 * loop.checkpoint_minutes > 0
             if self.step % (loop.checkpoint_every or eval_every) == 0 or late:
                 save_run(self)
+                self.saved_at = elapsed  # on which all processes agree: each by its own clock would part them
         validated = self.validated_at == self.step
         if not validated:
             self.validate()
@@ -257,6 +260,12 @@ class Run:
         shown |= {} if status["evaluations"] is None else {"evaluations/image": f"{status['evaluations']}"}
         self.log.show(progress, stage, shown | self.monitored)
 
+    def share_buffers(self) -> None:
+        """BatchNorm has seen other images in every process: all take those of the first one, which is also saved."""
+        if self.accelerator.num_processes > 1:
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, 0)
+
     def evaluation_weights(self) -> Any:
         """A context in which the model holds the weights to evaluate and save: the averaged ones when they are on."""
         return self.average.swapped_in(self.model) if self.average is not None else nullcontext()
@@ -269,6 +278,7 @@ class Run:
         """Evaluate on the validation split; the best weights so far are kept in best/."""
         began = self.elapsed
         with self.evaluation_weights():
+            self.share_buffers()
             try:
                 scores = self.evaluate(self.data.val)
             except NonFiniteStateError as error:

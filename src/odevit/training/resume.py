@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from odevit.atomic import write_file
 from odevit.data import derive_seed
 from odevit.training.checkpoint import (
     CheckpointStore,
@@ -104,7 +105,7 @@ def save_run(run: "Run") -> None:
     state = RunState.of(run)
     if run.accelerator.is_main_process:
         state.write(run.store)
-    run.saved_at, run.saved_step = run.elapsed, run.step
+    run.saved_step = run.step
     run.accelerator.wait_for_everyone()
 
 
@@ -114,10 +115,13 @@ def load_run(run: "Run") -> None:
     if state is None:
         run.log.truncate(0)
         return
-    check_same_recipe(run.recipe.from_dict(state.recipe).to_dict(), run.recipe.to_dict())
+    begun = run.recipe.from_dict(state.recipe)
+    check_same_recipe(begun.to_dict(), run.recipe.to_dict())
+    run.recipe = dataclasses.replace(run.recipe, output=begun.output)  # however its folder is called from here
     state.restore(run)
     run.accelerator.wait_for_everyone()  # nobody reads any more
     if run.accelerator.is_main_process:
+        write_file(run.folder / "recipe.yaml", run.recipe.to_yaml())  # it may be longer now
         run.store.drop_after(run.step)
         run.store.drop_old()  # killed behind the newest checkpoint and before this
         run.log.truncate(state.metrics_bytes)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +120,18 @@ def _numbers(record: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The records of a run's metrics.jsonl."""
-    return _lines(folder / METRICS)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """One JSON object a line; none without the file."""
+    path = folder / METRICS
     with reading(path):
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def monitor_seconds(folder: Path) -> list[float]:
-    """What each look of the monitors cost, over all sittings."""
-    return [record["monitor_seconds"] for record in _lines(folder / TIMING) if "monitor_seconds" in record]
+    """What each look of the monitors cost, over all sittings. A crash of the machine may have left half a line."""
+    found, path = [], folder / TIMING
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        with suppress(ValueError, TypeError, KeyError):
+            found.append(float(json.loads(line)["monitor_seconds"]))
+    return found
 
 
 class Window:
@@ -155,7 +156,7 @@ class Window:
         import torch
 
         names = sorted(self.sums)
-        sums = torch.tensor([self.sums[name] for name in names], device=accelerator.device)
+        sums = torch.tensor([self.sums[name] for name in names], dtype=torch.float64, device=accelerator.device)
         return dict(zip(names, accelerator.reduce(sums).tolist(), strict=True))
 
     def take(self, accelerator: Any) -> dict[str, Any]:
