@@ -23,7 +23,7 @@ from odevit.training.checkpoint import CheckpointError, CheckpointStore
 from odevit.training.config import PenaltyConfig
 from odevit.training.evaluation import evaluate, model_input
 from odevit.training.integration import Integration
-from odevit.training.loop import TrainingDivergedError
+from odevit.training.interruption import TrainingDivergedError
 from odevit.training.objectives import Classification, Terms, transport_cost
 from odevit.training.optim import learning_rate_factor
 from odevit.training.runlog import monitor_seconds, read_metrics
@@ -236,9 +236,7 @@ def test_monitors_and_tensorboard(tmp_path, data, capsys):
     assert min(costs) > 0
     timing = tmp_path / "a" / "timing.jsonl"
     with timing.open("a") as file:
-        file.write(
-            '{"step": 5, "moni{"step": 6, "monitor_seconds": 0.5}\n{"step": 7, "monitor_seconds": 0.25}\n'
-        )
+        file.write('{"step": 5, "moni{"step": 6, "monitor_seconds": 0.5}\n{"step": 7, "monitor_seconds": 0.25}\n')
     assert monitor_seconds(tmp_path / "a") == [*costs, 0.25]  # half a line of a crash, and what was written behind it
     told = capsys.readouterr().err
     assert f"monitors: 2 looks, {sum(costs):.1f} s of" in told

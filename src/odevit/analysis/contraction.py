@@ -91,9 +91,9 @@ def _compare(student: Any, teacher: Any, parts: Any, images: Tensor) -> tuple[di
     return {**answers, "distances": distances, "radii": radii}, note
 
 
-def read(cls: Tensor, norm: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+def read(cls: Tensor, norm: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor) -> Tensor:
     """CLS states (b, d) -> logits (b, C), the head in float64 so that its rounding cannot contradict a certificate."""
-    return linear(norm(cls).double(), weight.double(), None if bias is None else bias.double())
+    return linear(norm(cls).double(), weight.double(), bias.double())
 
 
 def _same_reading(student: Any, parts: Any, target: Tensor, logits: Tensor | None) -> tuple[Tensor | None, str]:

@@ -18,6 +18,7 @@ from odevit.commands import best_device
 from odevit.commands.console import check_output
 from odevit.data.decode import CorruptImageError, find_images, read_image
 from odevit.model.halting import saved_rule
+from odevit.model.solvers import given
 from odevit.training.classifiers import load_classifier, own_frame
 from odevit.training.evaluation import model_input
 
@@ -73,9 +74,7 @@ def predict(
 
 def flow_options(network: Any, steps: int | None, solver: str | None, full_depth: bool = False) -> dict[str, Any]:
     """Keyword arguments of the forward pass; only an ODE-ViT has steps and a solver. A calibrated one stops early."""
-    options: dict[str, Any] = {
-        name: value for name, value in (("num_steps", steps), ("solver", solver)) if value is not None
-    }
+    options = given(steps, solver)
     if not options and not full_depth and getattr(network.config, "halting", None):
         return {"halting": saved_rule(network)}  # its weights are looked at once, not at every batch
     if options and not hasattr(network, "odevit"):

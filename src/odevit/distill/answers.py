@@ -1,7 +1,6 @@
 """Distillation of answers: a student of any shape learns what a classifier of any kind says. No label is needed, so any
 images teach."""
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -9,9 +8,8 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from odevit.data import Data, DataConfig, Wanted, load_data
-from odevit.data.augment import AugmentConfig
 from odevit.data.splits import MemorySplit, Split
-from odevit.distill.cache_shards import Cache, cache_of, joined
+from odevit.distill.cache_shards import Cache, cache_of, joined, views_of
 from odevit.distill.losses import answer_divergence
 from odevit.distill.split_teacher import shard_teacher_
 from odevit.distill.top import TopLogits
@@ -30,9 +28,7 @@ class AnswerDistillation:
         self.teacher, self.config, self.cache = teacher, config, cache
 
     def training_data(self, data: Data) -> Data:
-        """With a cache the training images are its views, and are augmented already."""
-        done = AugmentConfig()
-        return data if self.cache is None else dataclasses.replace(data, train=self.cache.split, augment=done)
+        return data if self.cache is None else views_of(self.cache, data)
 
     def stage(self, progress: float) -> str:
         return "answers"
@@ -98,10 +94,12 @@ def extra_images(train: Split, name: str, like: DataConfig | None = None) -> Mem
 
     like: says how many of them at most, and what happens to broken ones.
     """
-    limits = {} if like is None else {"limit": like.limit, "strict": like.strict}
     images, labels = train.fetch(torch.arange(1))
     side = images.shape[-1]
-    other = load_data(DataConfig(name=name, image_size=side, **limits), wanted=Wanted(channels=images.shape[1])).train
+    config = DataConfig(name=name, image_size=side)
+    if like is not None:
+        config.limit, config.strict = like.limit, like.strict
+    other = load_data(config, wanted=Wanted(channels=images.shape[1])).train
     more, _ = other.fetch(torch.arange(len(other)))
     if more.shape[-1] != side:
         more = nnf.interpolate(more, size=(side, side), mode="bicubic", antialias=True)  # bytes, as `prepare` does

@@ -7,6 +7,7 @@ again. Parts begin at multiples of CHUNK images, so that their rows are those of
 needs its own parts only: on a disk that all share, or on its own.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from odevit.data import Data
+from odevit.data.augment import AugmentConfig
 from odevit.data.shards import Part, ShardedSplit
 from odevit.data.splits import Split
 from odevit.distill import cache as caching
@@ -88,6 +91,11 @@ class ShardedCache:
 
 
 Cache = TrajectoryCache | ShardedCache
+
+
+def views_of(cache: Cache, data: Data) -> Data:
+    """The same data, but trained on the views of a cache, which are augmented already."""
+    return dataclasses.replace(data, train=cache.split, augment=AugmentConfig())
 
 
 def joined(*caches: Cache) -> ShardedCache:

@@ -6,7 +6,6 @@ image; the unrolled stage integrates from the image and compares the whole path,
 Shapes: b batch, D teacher blocks, M patches, E extra tokens of the teacher, R registers of the student, d width.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 
 from odevit.data import Data, derive_seed
-from odevit.data.augment import AugmentConfig
 from odevit.distill.cache import CachedTrace
-from odevit.distill.cache_shards import Cache, ShardedCache, cache_of, evenly
+from odevit.distill.cache_shards import Cache, ShardedCache, cache_of, evenly, views_of
 from odevit.distill.losses import LOSSES, Meeting
 from odevit.distill.meeting import (
     PLACEMENTS,
@@ -268,9 +266,7 @@ class Distillation:
         self.weights = layer_weights(config.layer_weights, statistics.variances, teacher.num_patches)  # (D, n)
 
     def training_data(self, data: Data) -> Data:
-        """With a cache the training images are its views, and are augmented already."""
-        done = AugmentConfig()
-        return data if self.cache is None else dataclasses.replace(data, train=self.cache.split, augment=done)
+        return data if self.cache is None else views_of(self.cache, data)
 
     def stage(self, progress: float) -> str:
         if progress < self.config.collocation:

@@ -17,6 +17,7 @@ from odevit.data.splits import MemorySplit
 from odevit.distill.student import student_of
 from odevit.distill.top import bytes_of_top
 from odevit.dynamics.cost import count_macs, count_parameters
+from odevit.model.solvers import given
 from odevit.teachers.answerer import Answerer
 from odevit.teachers.teacher import Teacher, load_teacher
 from odevit.training.classifiers import build_classifier, load_classifier
@@ -255,7 +256,7 @@ def images_per_second(student: Any, teacher: Any, recipe: Any, macs: float, seco
     images = torch.randn(count, config.num_channels, config.image_size, config.image_size)
     shares, each = schedule_shares(recipe.loop), 0.0
     for steps, solver, share in shares:
-        options = {name: value for name, value in (("num_steps", steps), ("solver", solver)) if value is not None}
+        options = given(steps, solver)
 
         def step(options: dict[str, Any] = options) -> None:
             with autocast(precision_of(recipe.loop), images.device):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from odevit.dynamics.jacobian import forward_derivatives
-from odevit.model.solvers import ADAPTIVE, SOLVERS
+from odevit.model.solvers import ADAPTIVE, SOLVERS, given
 from odevit.model.spectral import make_plain_
 
 
@@ -46,7 +46,7 @@ def count_macs(
     make_plain_(ghost)  # a spectral cap is computed once per batch, and never once the weights are final
     shape = shape or (config.num_channels, config.image_size, config.image_size)
     image = torch.empty(1, *shape, device="meta", dtype=next((p.dtype for p in model.parameters()), None))
-    options = {name: value for name, value in (("num_steps", num_steps), ("solver", solver)) if value is not None}
+    options = given(num_steps, solver)
     with FlopCounterMode(display=False) as counter, forward_derivatives(), torch.no_grad():
         ghost(image, **options)
     total = counter.get_total_flops() // 2

@@ -18,8 +18,8 @@ class NonFiniteStateError(SolverError):
         self.step, self.time = step, time
         where = f"at t = {time:.4g}" if step is None else f"after step {step} (t = {time:.4g})"
         super().__init__(
-            f"the state is not finite {where}. CenterNorm does not bound the state: lower the learning rate or the "
-            "depth, use more solver steps, or hold the weights with spectral_cap."
+            f"the state is not finite {where}. The field's norms do not bound the state: lower the learning rate or "
+            "the depth, use more solver steps, or hold the weights with spectral_cap."
         )
 
     def __reduce__(self) -> Any:  # worker processes send it to their parent

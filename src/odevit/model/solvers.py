@@ -2,7 +2,7 @@
 
 A fixed-step scheme is a function `(field, x, h) -> x` registered with its order and its evaluations of F and of G per
 step. To add one, write that function with a docstring: `solve`, the model, the CLI and the contract tests
-(observed order, evaluation counts, gradients, compilation) pick it up from `SOLVERS`.
+(observed order, evaluation counts, gradients, export) pick it up from `SOLVERS`.
 """
 
 import math
@@ -65,6 +65,11 @@ def register_solver(*, order: int, F: int, G: int) -> Callable[[Step], Step]:
 
 def solver_names() -> list[str]:
     return [*SOLVERS, *ADAPTIVE]
+
+
+def given(num_steps: int | None, solver: str | None) -> dict[str, Any]:
+    """Keyword arguments of a model's forward pass: its own setting, but for what is given."""
+    return {name: value for name, value in (("num_steps", num_steps), ("solver", solver)) if value is not None}
 
 
 def check_solver(name: str) -> None:

@@ -48,8 +48,6 @@ def _labels_of_new_head(folder: Path, saved: list[str]) -> int | None:
     from safetensors import safe_open
 
     file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        return None
     with safe_open(str(file), framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (not a mapping)
             if any(name.endswith(f".{module}.weight") for module in saved):

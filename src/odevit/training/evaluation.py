@@ -9,6 +9,7 @@ from torch import Tensor
 
 from odevit.data import Split, batches, prepare
 from odevit.dynamics.flow import eval_mode
+from odevit.model.solvers import given
 
 
 @torch.no_grad()
@@ -27,7 +28,7 @@ def evaluate(
     With an accelerator the split is shared among its processes.
     """
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    options = {name: value for name, value in (("num_steps", num_steps), ("solver", solver)) if value is not None}
+    options = given(num_steps, solver)
     counts = torch.zeros(5, dtype=torch.float64)  # right at 1, 3, 5; summed loss; images
     with eval_mode(model):
         for batch in batches(split, -(-batch_size // world) * world, shuffle=False, rank=rank, world_size=world):

@@ -10,7 +10,7 @@ import torch
 
 from odevit.data import derive_seed
 from odevit.model.contractive import check_steps
-from odevit.model.solvers import SOLVERS
+from odevit.model.solvers import SOLVERS, given
 from odevit.training.config import LoopConfig
 
 
@@ -23,9 +23,7 @@ class Integration(NamedTuple):
 
     def options(self, horizon: float) -> dict[str, Any]:
         """Keyword arguments of the model's forward: only what differs from its own."""
-        given = {"num_steps": self.num_steps, "solver": self.solver}
-        wanted = {name: value for name, value in given.items() if value is not None}
-        return wanted | ({"until": self.until * horizon} if self.until < 1 else {})
+        return given(self.num_steps, self.solver) | ({"until": self.until * horizon} if self.until < 1 else {})
 
 
 def parse_setting(setting: int | str) -> Integration:

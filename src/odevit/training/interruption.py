@@ -1,10 +1,23 @@
-"""SIGTERM and Ctrl-C as a flag that a loop reads between two steps."""
+"""What ends a training early: SIGTERM and Ctrl-C, as a flag that a loop reads between two steps, and divergence."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+
+class TrainingDivergedError(ArithmeticError):
+    """A loss, gradient or state became NaN or infinite. The weights of the step before are untouched."""
+
+    def __init__(self, step: int, what: str, checkpoint: Path | None):
+        self.step, self.checkpoint = step, checkpoint
+        good = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+        super().__init__(
+            f"training diverged at step {step}: {what}; {good}. Lower optim.lr, lengthen optim.warmup, tighten "
+            "optim.clip, or hold the weights with model.spectral_cap; a smaller model.depth also helps."
+        )
 
 
 class TrainingInterrupted(SystemExit):

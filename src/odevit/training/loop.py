@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,12 @@ from odevit.training.config import RunConfig
 from odevit.training.curve import draw_curve
 from odevit.training.evaluation import evaluate, model_input, monitors
 from odevit.training.integration import check_schedule, draw_integration
-from odevit.training.interruption import StopRequest, TrainingInterrupted, stop_request
+from odevit.training.interruption import (
+    StopRequest,
+    TrainingDivergedError,
+    TrainingInterrupted,
+    stop_request,
+)
 from odevit.training.objectives import LossModule, Objective, Terms
 from odevit.training.optim import (
     GROUPING,
@@ -39,7 +44,7 @@ from odevit.training.optim import (
 )
 from odevit.training.resume import load_run, save_run
 from odevit.training.runlog import RunLog, Window, monitor_seconds
-from odevit.training.sharding import check_shardable, gathered, load_model_state, shard_
+from odevit.training.sharding import check_shardable, gathered, load_model_state, shard_, share_buffers
 
 
 @dataclass
@@ -49,18 +54,6 @@ class Result:
     model: Any
     metrics: dict[str, Any]
     folder: Path
-
-
-class TrainingDivergedError(ArithmeticError):
-    """A loss, gradient or state became NaN or infinite. The weights of the step before are untouched."""
-
-    def __init__(self, step: int, what: str, checkpoint: Path | None):
-        self.step, self.checkpoint = step, checkpoint
-        good = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
-        super().__init__(
-            f"training diverged at step {step}: {what}; {good}. Lower optim.lr, lengthen optim.warmup, tighten "
-            "optim.clip, or hold the weights with model.spectral_cap; a smaller model.depth also helps."
-        )
 
 
 def fit(
@@ -73,9 +66,10 @@ def fit(
     try:
         if claim.resume:
             load_run(run)
-        result = read_json(folder / "result.json") if (folder / "result.json").exists() else {}
+        file = folder / "result.json"
+        result = read_json(file) if file.exists() else {}
         if claim.resume and run.finished(run.elapsed) and result.get("steps") == run.step:
-            run.log.say(f"this run is finished: see {folder / 'result.json'}")
+            run.log.say(f"this run is finished: see {file}")
             run.use_best()
             return Result(run.model.eval(), result, folder)
         with stop_request() as stop:
@@ -210,10 +204,8 @@ class Run:
         for i, piece in enumerate(pieces):
             share = len(piece[0]) / batch.total  # of the global batch: pieces and processes add up to its mean
             with nullcontext() if i == len(pieces) - 1 else accelerator.no_sync(self.module):
-                try:
+                with self.divergence():
                     terms: Terms = self.module(*piece, progress, integration)
-                except NonFiniteStateError as error:
-                    raise TrainingDivergedError(self.step, str(error), self.store.newest()) from error
                 total = torch.stack(list(terms.losses.values())).sum()
                 accelerator.backward(total * (share * accelerator.num_processes))  # DDP averages over processes
             loss += share * float(total.detach())
@@ -230,6 +222,14 @@ class Run:
             self.average.update(self.model, self.step)
         self.step += 1
         return {"lr": config.lr * factor, "gradient_norm": norm, "evaluations": terms.evaluations}
+
+    @contextmanager
+    def divergence(self, where: str = "") -> Iterator[None]:
+        """Within it a state that is not finite says at which step of the training, and what there is to go back to."""
+        try:
+            yield
+        except NonFiniteStateError as error:
+            raise TrainingDivergedError(self.step, f"{where}{error}", self.store.newest()) from error
 
     def prepare(self, batch: Batch) -> list[tuple[torch.Tensor, ...]]:
         """Augmented, normalised images, smoothed targets and indices, in `accumulate` pieces."""
@@ -260,12 +260,6 @@ class Run:
         shown |= {} if status["evaluations"] is None else {"evaluations/image": f"{status['evaluations']}"}
         self.log.show(progress, stage, shown | self.monitored)
 
-    def share_buffers(self) -> None:
-        """BatchNorm has seen other images in every process: all take those of the first one, which is also saved."""
-        if self.accelerator.num_processes > 1:
-            for buffer in self.model.buffers():
-                torch.distributed.broadcast(buffer, 0)
-
     def evaluation_weights(self) -> Any:
         """A context in which the model holds the weights to evaluate and save: the averaged ones when they are on."""
         return self.average.swapped_in(self.model) if self.average is not None else nullcontext()
@@ -278,11 +272,9 @@ class Run:
         """Evaluate on the validation split; the best weights so far are kept in best/."""
         began = self.elapsed
         with self.evaluation_weights():
-            self.share_buffers()
-            try:
+            share_buffers(self.model, self.accelerator)
+            with self.divergence("in validation, "):
                 scores = self.evaluate(self.data.val)
-            except NonFiniteStateError as error:
-                raise TrainingDivergedError(self.step, f"in validation, {error}", self.store.newest()) from error
             self.validated_at = self.step
             self.log.metrics({"kind": "val", "step": self.step, **scores})
             if self.best is None or scores["top1"] > self.best["top1"]:
@@ -295,10 +287,8 @@ class Run:
         if not self.accelerator.is_main_process:
             return
         began = self.elapsed
-        try:
+        with self.divergence("in a monitor, "):
             record = monitors(self.model, self.data.val, self.objective.watch)
-        except NonFiniteStateError as error:
-            raise TrainingDivergedError(self.step, f"in a monitor, {error}", self.store.newest()) from error
         self.log.metrics({"kind": "monitor", "step": self.step, **record})
         self.log.timing({"step": self.step, "monitor_seconds": round(self.elapsed - began, 3)})
         shown = {"sigma_max": "σ_max", "distance_over_radius": "distance/radius"}

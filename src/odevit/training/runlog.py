@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress bar or plain lines, metrics.jsonl, TensorBoard, the curve, README.txt."""
+"""What a person sees of a run: progress bar or plain lines, metrics.jsonl, TensorBoard, README.txt."""
 
 import json
 import os

@@ -95,3 +95,10 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
         for index, values in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": moments})
+
+
+def share_buffers(model: nn.Module, accelerator: Any) -> None:
+    """BatchNorm has seen other images in every process: all take those of the first one, which are also saved."""
+    if accelerator.num_processes > 1:
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, 0)

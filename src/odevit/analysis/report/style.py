@@ -4,7 +4,7 @@
     with figure_style():                      # keep it open while drawing: colours and fonts are read then
         figure, axes = subplots(1, 2, width=7, height=3)
 
-`report.py` writes figures as SVG and turns every colour named here into a CSS variable, so that they follow the
+`html_figures.py` writes figures as SVG and turns every colour named here into a CSS variable, so that they follow the
 reader's light or dark theme. Use these names (or the default cycle) instead of other colours where you can.
 """
 
