@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from odevit.analysis.contraction import agreement
 from odevit.data import DataConfig, load_data, prepare
-from odevit.distill.meeting import grid_of, match_steps
+from odevit.distill.meeting import match_steps
 from odevit.distill.student import student_of
 from odevit.teachers.teacher import Teacher, load_teacher
 
@@ -117,7 +117,7 @@ def distil(teacher: Teacher, images: Images, steps: int, seed: int, snapshots: A
     torch.manual_seed(seed)
     times = [layer / teacher.depth for layer in range(1, teacher.depth + 1)]
     student = student_of(teacher, mlp_ratio=4, meeting_times=times)
-    pairs = match_steps(times, grid_of(student, student.config.num_steps))
+    pairs = match_steps(times, student.config.time_grid(student.config.num_steps))
     states = teacher.trace(images.train).states
     targets = torch.stack([states[layer][:, 0] for layer, _ in pairs])  # (L, N, d)
 

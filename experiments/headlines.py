@@ -25,7 +25,8 @@ from odevit.training.classifiers import load_classifier
 
 DOCS = Path(__file__).parent.parent / "docs"
 KINDS = ("measured by us", "reported by them")
-TICKS = (50, 60, 65, 70, 75, 80, 85, 88, 90, 92, 94, 96)  # accuracies in %
+TICKS = sorted(range(50, 98), key=lambda tick: (tick % 10 > 0, tick % 5 > 0, tick % 2 > 0))  # %, the roundest first
+APART = 1 / 14  # of the axis, between two ticks
 Box = tuple[float, float, float, float]  # its middle, width and height
 POINT, DIGIT = 6.0, (4.6, 7.0)  # a marker, and a digit of 7 pt, in points
 
@@ -157,6 +158,17 @@ def height(right: float) -> float:
     return -math.log(1 - right)
 
 
+def ticks_between(lowest: float, highest: float) -> list[int]:
+    """Accuracies in % whose heights lie between these two, as many as have room, the roundest first."""
+    kept: list[int] = []
+    for tick in TICKS:
+        place = height(tick / 100)
+        room = all(abs(place - height(other / 100)) >= APART * (highest - lowest) for other in kept)
+        if lowest < place < highest and room:
+            kept.append(tick)
+    return sorted(kept)
+
+
 def draw(rows: list[Row], what: str, path: Path) -> None:
     """Accuracy against parameters or multiply-accumulates: ours blue, what we measured filled; means over seeds."""
     axis = {"parameters": ("parameters", 1.0, "log"), "macs": ("million multiply-accumulates an image", 1e6, "linear")}
@@ -176,11 +188,10 @@ def draw(rows: list[Row], what: str, path: Path) -> None:
             axes.margins(0.15, 0.1)
             if scale == "linear":
                 axes.set_xlim(left=0)
-            lowest, highest = axes.get_ylim()
-            ticks = [tick for tick in TICKS if lowest < height(tick / 100) < highest]
+            ticks = ticks_between(*axes.get_ylim())
             axes.set_yticks([height(tick / 100) for tick in ticks], [str(tick) for tick in ticks])
             names = [f"{number}  {runs[0].name}, {runs[0].how}" for number, runs in shown.items()]
-            axes.text(0, -0.2, "\n".join(names), transform=axes.transAxes, va="top", fontsize=6)
+            axes.text(0, -0.26, "\n".join(names), transform=axes.transAxes, va="top", fontsize=6)
             figure.draw_without_rendering()
             on_paper = axes.transData.transform(list(points.values())) * 72 / figure.dpi
             offsets = places(dict(zip(points, map(tuple, on_paper), strict=True)))

@@ -51,37 +51,50 @@ An ODE-ViT: one shared attention + MLP block, integrated over time. {about}
 | test accuracy | {accuracy:.2%} ({images:,} images of the test split) |
 | parameters | {parameters:,} ({bytes:,} bytes on disk, half precision) |
 | multiply-accumulates | {macs:,} at its own setting: {num_steps} {solver} steps |
-| flow gap | {gap:+.2f} points (own setting minus exact flow, {gap_images:,} images); K = 3 … 48: {spread:.2f} |
+| flow gap | {flow_gap} |
 | stops early | {stops} |
 | certified | {proven} |
-| trained in | {took}, {epochs} epochs, seed {seed} |
+| trained in | {took}, {passes}, seed {seed} |
 | command | `{command}` |
 
 Accuracy by number of steps: {by_steps}.
 {table}
+```python
+import odevit  # makes the architecture known to transformers
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+folder = odevit.zoo("{name}")
+processor, model = AutoImageProcessor.from_pretrained(folder), AutoModelForImageClassification.from_pretrained(folder)
+images = processor(Image.open("PHOTO"), return_tensors="pt")["pixel_values"]
+print(model.config.id2label[int(model(images{call}).logits.argmax())])
+```
+
 **Intended use**: learning and research on Vision Transformers as flows; a start for fine-tuning on small images.
 **Limits**: images like those it was trained on, of {size} × {size} pixels; nothing else was measured.
+**Licence**: Apache-2.0.{licence}
 """
 
 
 def ship(
-    run: Path, name: str, *, data: str, command: str, data_name: str = "", about: str = "", folder: Path = FOLDER,
-    faster: float | None = None, halting: bool = True,
+    run: Path, name: str, *, data: str, command: str, data_name: str = "", about: str = "", learnt_from: str = "",
+    folder: Path = FOLDER, faster: float | None = None, halting: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Write folder/name from run/model and return its card.
 
-    faster: accuracy that a cheaper setting may cost. halting: calibrate when an image may stop.
+    learnt_from: its teacher and the licence of that. faster: accuracy that a cheaper setting may cost. halting:
+    calibrate when an image may stop.
     """
     entry: dict[str, Any] = {}
     recover_folders(folder)
-    options = (run, name, data, command, data_name, about, faster, halting)
+    options = (run, name, data, command, data_name, about, learnt_from, faster, halting)
     write_folder(folder / name, lambda target: entry.update(_fill(target, *options)))
     return entry
 
 
 def _fill(
-    target: Path, run: Path, name: str, data: str, command: str, data_name: str, about: str, faster: float | None,
-    stops: bool,
+    target: Path, run: Path, name: str, data: str, command: str, data_name: str, about: str, learnt_from: str,
+    faster: float | None, stops: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The model's files and its card, measured with the weights as they are written."""
     shutil.copytree(
@@ -113,16 +126,37 @@ def _fill(
         "seconds": result["seconds"], "epochs": result["epochs"], "seed": recipe.seed,
         "held_out": held_out(recipe),
     }  # fmt: skip
-    text = CARD.format(
-        **{key: value for key, value in entry.items() if key != "flow"}, about=about, proven=proven(certified),
-        stops=in_words(halting, entry["num_steps"]), table=halting_table(halting), gap=100 * flow["gap"],
-        gap_images=flow["images"], spread=100 * flow["spread"], took=time_spent(result["seconds"]),
-        by_steps=", ".join(f"{steps}: {value:.1%}" for steps, value in flow["accuracy_by_steps"].items()),
-        size=model.config.image_size,
-    )  # fmt: skip
-    (target / "README.md").write_text(text)
+    described = {"about": about, "learnt_from": learnt_from, "size": model.config.image_size}
+    (target / "README.md").write_text(card_text(entry, passes=passes_of(result, recipe), **described))
     write_file(target / "card.json", json.dumps(entry, indent=1) + "\n")
     return entry
+
+
+def card_text(entry: dict[str, Any], *, about: str, passes: str, size: int, learnt_from: str = "") -> str:
+    """The model card, from card.json and what stands beside it."""
+    flow, halting = entry["flow"], entry["halting"]
+    steps, images = [int(count) for count in flow["accuracy_by_steps"]], f"{flow['images']:,} images"
+    varies = f"accuracy varies by {100 * flow['spread']:.2f} points over K = {min(steps)} … {max(steps)}"
+    return CARD.format(
+        **{key: value for key, value in entry.items() if key != "flow"}, about=about, passes=passes, size=size,
+        flow_gap=f"{100 * flow['gap']:+.2f} points (own setting minus exact flow, {images}); {varies}",
+        proven=proven(entry.get("certified")), stops=in_words(halting, entry["num_steps"]),
+        table=halting_table(halting), took=time_spent(entry["seconds"]),
+        by_steps=", ".join(f"{steps}: {value:.1%}" for steps, value in flow["accuracy_by_steps"].items()),
+        call=', halting="calibrated"' if halting else "", licence=f" It learnt from {learnt_from}." * bool(learnt_from),
+    )  # fmt: skip
+
+
+def passes_of(result: dict[str, Any], recipe: Recipe) -> str:
+    """How often it saw its images. With a cache an epoch is a pass over its rows: every view of every image."""
+    epochs = result["epochs"]
+    if recipe.distill is None or recipe.distill.cache == "none" or recipe.distill.cache_views == 1:
+        return f"{epochs} epochs"
+    if recipe.distill.extra_images:
+        rows = float(f"{result['steps'] * recipe.optim.batch_size / epochs:.3g}")
+        return f"{epochs} passes over {rows:,.0f} rows of answers"
+    views = recipe.distill.cache_views
+    return f"{views * epochs:.0f} passes over the images ({epochs} over a cache of {views} views)"
 
 
 def time_spent(seconds: float) -> str:
@@ -206,6 +240,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         parser.add_argument(option, required=True)
     for option in ("--data-name", "--about"):
         parser.add_argument(option, default="")
+    parser.add_argument("--learnt-from", default="", help="the teacher and its licence: 'DeiT-tiny (Apache-2.0)'")
     parser.add_argument("--faster", type=float, help="choose the cheapest setting that costs at most so much accuracy")
     parser.add_argument("--no-halting", dest="halting", action="store_false", help="no rule for stopping early")
     options = vars(parser.parse_args(arguments))

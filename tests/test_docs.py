@@ -5,8 +5,10 @@ import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tiny_runs import tiny_recipe
 from typer.testing import CliRunner
 
@@ -16,7 +18,7 @@ from odevit.commands.distill import distill_recipe
 from odevit.distill.losses import LOSSES
 from odevit.model.solvers import SOLVERS
 from odevit.recipe import Recipe
-from odevit.shipped import card, names
+from odevit.shipped import FOLDER, card, names
 from odevit.teachers.teacher import tiny_teacher
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +68,45 @@ def test_every_snippet_runs(page, home, monkeypatch, capsys):
             for name in set(registry) - before:
                 del registry[name]
     capsys.readouterr()
+
+
+def lines_for_your_own(page: str) -> list[str]:
+    return re.findall(r"(?m)^ {4}(odevit .*(?:MY_VIT|runs/mine).*)$", (ROOT / page).read_text())
+
+
+@pytest.mark.slow
+def test_the_lines_for_your_vit_and_your_images_run(tmp_path, monkeypatch, capsys):
+    """As they stand in docs/distil.md, with a tiny ViT, images of 16 pixels and one step; the README has the same."""
+    assert len(lines_for_your_own("docs/distil.md")) == 4
+    assert set(lines_for_your_own("README.md")) < set(lines_for_your_own("docs/distil.md"))
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    tiny_teacher("vit", image_size=16, patch_size=4).module.save_pretrained("MY_VIT")
+    noise = np.random.default_rng(0)
+    for index in range(60):
+        path = Path(f"MY_IMAGES/{index % 10}/{index}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 255, (20, 18, 3), dtype=np.uint8)).save(path)
+    Image.open("MY_IMAGES/3/3.png").save("PHOTO.png")
+    short = {"=64": "=16", "optim.minutes=60": "optim.minutes=null --set optim.steps=1 --set optim.batch_size=32"}
+    for line in lines_for_your_own("docs/distil.md"):
+        for there, here in (short | {"PHOTO": "PHOTO.png"}).items():
+            line = line.replace(there, here)
+        words = shlex.split(line)[1:] + (["--no-report"] if " distill " in line else [])
+        assert CliRunner().invoke(odevit_cli.app, words, catch_exceptions=False).exit_code == 0
+    assert Path("runs/mine/comparison.json").is_file()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_card_says_how_to_load_its_model(name):
+    """Stopping early only where a rule was calibrated; the snippet of the smallest runs."""
+    text = (FOLDER / name / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    assert f'odevit.zoo("{name}")' in code
+    assert ('halting="calibrated"' in code) == bool(card(name)["halting"])
+    if name == "digits":
+        exec(compile(code.replace("PHOTO", str(ROOT / "docs/digit.png")), name, "exec"), {})
 
 
 def test_the_pages_are_short_and_the_readme_names_them():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import contraction_verdict
 import flow as flow_script
 import headlines
 import pytest
+import ship as ship_script
 import small_teachers
 import stability as stability_script
 import torch
@@ -249,6 +251,26 @@ def test_every_point_of_a_picture_has_its_number_beside_it_and_nothing_covers_an
     for index, box in enumerate(numbers):
         for x, y, width, tall in [*numbers[:index], *markers]:
             assert abs(box[0] - x) >= (box[2] + width) / 2 - 1e-9 or abs(box[1] - y) >= (box[3] + tall) / 2 - 1e-9
+
+
+def test_an_axis_has_ticks_wherever_its_points_lie() -> None:
+    for low, high in ((0.66, 0.73), (0.52, 0.78), (0.60, 0.95)):
+        bottom, top = headlines.height(low), headlines.height(high)
+        ticks = headlines.ticks_between(bottom, top)
+        places = [headlines.height(tick / 100) for tick in ticks]
+        assert len(ticks) >= 4
+        assert all(bottom < place < top for place in places)
+        assert min(b - a for a, b in pairwise(places)) >= (top - bottom) / 14
+    assert {70, 80, 90} <= set(headlines.ticks_between(headlines.height(0.6), headlines.height(0.95)))
+
+
+def test_a_card_counts_passes_over_images_and_not_over_rows_of_a_cache() -> None:
+    views, extra, none = (Recipe.load(f"cifar{name}") for name in ("100/frozen-head", "10/answers", "10/distill"))
+    result = {"epochs": 9.01, "steps": 27_589}
+    assert ship_script.passes_of(result, views) == "72 passes over the images (9.01 over a cache of 8 views)"
+    result = {"epochs": 4.35, "steps": 18_347}
+    assert ship_script.passes_of(result, extra) == "4.35 passes over 540,000 rows of answers"
+    assert ship_script.passes_of(result, none) == "4.35 epochs"
 
 
 def test_seeds_of_one_row_stand_together_and_count_as_their_mean() -> None:
