@@ -1,6 +1,7 @@
 """The tables of results on CIFAR beside the paper's and the peers' rows, and its two pictures.
 
     python experiments/headlines.py --add RUN --name NAME --how WORDS --data CIFAR-10 --command "odevit train …"
+    python experiments/headlines.py --curve RUN # where it was heading: a row of the table "Where were they heading?"
     python experiments/headlines.py             # the tables in docs/RESULTS.md, docs/accuracy-{parameters,macs}.svg
 
 --add reads a finished run (its result.json, its weights) into docs/headlines.json; runs that differ in their seed alone
@@ -60,17 +61,18 @@ def reported(name: str, how: str, parameters: float, macs: float | None, tens: f
     ]
 
 
-# the paper (arXiv 2511.16501), Compact Convolutional Transformers (arXiv 2104.05704), Zhong et al. 2022
+# the paper (arXiv 2511.16501), Compact Convolutional Transformers (arXiv 2104.05704 and their repository), Zhong et al.
+# 2022; the paper's multiply-accumulates are ours: `odevit info paper-base`, at 224 pixels
 REPORTED = [
     *reported("ODE-ViT, paper", "from scratch", 0.5e6, None, 0.809, None),
     *reported("ODE-ViT, paper", "from scratch", 4.2e6, None, None, 0.579),
-    *reported("ODE-ViT Base, paper", "distilled from ViT-B (92.3, 88.1)", 7.9e6, None, 0.885, 0.721, trained=7e6),
-    *reported("ODE-ViT Small, paper", "distilled from ViT-B (92.3, 88.1)", 4.4e6, None, 0.867, 0.657, trained=3.8e6),
+    *reported("ODE-ViT Base, paper", "distilled from ViT-B (92.3, 88.1)", 7.9e6, 35.3e9, 0.885, 0.721, trained=7e6),
+    *reported("ODE-ViT Small, paper", "distilled from ViT-B (92.3, 88.1)", 4.4e6, 18.5e9, 0.867, 0.657, trained=3.8e6),
     *reported("ODE, Zhong et al.", "from scratch", 0.7e6, None, None, 0.533),
     *reported("CCT-2/3x2", "from scratch, 200 GPU epochs", 0.284e6, 33e6, 0.8917, 0.6690),
-    *reported("CCT-4/3x2", "from scratch, 200 GPU epochs", 0.482e6, None, 0.9145, 0.7046),
-    *reported("CCT-7/3x1", "from scratch, 200 GPU epochs", 3.76e6, None, 0.9478, 0.7705),
-    *reported("ViT-Lite-7/4", "from scratch, 200 GPU epochs", 3.7e6, None, 0.9138, 0.6975),
+    *reported("CCT-4/3x2", "from scratch, 200 GPU epochs", 0.482e6, 46e6, 0.9145, 0.7046),
+    *reported("CCT-7/3x1", "from scratch, 200 GPU epochs", 3.76e6, 947e6, 0.9478, 0.7705),
+    *reported("ViT-Lite-7/4", "from scratch, 200 GPU epochs", 3.7e6, 239e6, 0.9138, 0.6975),
 ]
 
 
@@ -80,6 +82,18 @@ def measured(run: Path, name: str, data: str, how: str, command: str, trained: i
     parameters, macs = count_parameters(model)["total"], count_macs(model).total
     seed, minutes = Recipe.load(run / "recipe.yaml").seed, round(result["seconds"] / 60, 1)
     return Row(name, data, how, parameters, macs, result["top1"], KINDS[0], minutes, seed, command, trained)
+
+
+def curve(run: Path) -> str:
+    """Steps; top-1 of the held-out images by a quarter, half and three quarters of them, and at the end; then that of
+    its own augmented images over the last twentieth."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    held_out = [(line["step"], line["top1"]) for line in lines if line["kind"] == "val"]
+    last = held_out[-1][0]
+    shown = [min(held_out, key=lambda seen: abs(seen[0] - share * last))[1] for share in (0.25, 0.5, 0.75, 1)]
+    own = [line["top1"] for line in lines if line["kind"] == "train" and line["step"] > 0.95 * last]
+    learnt = "" if None in own else f"{100 * mean(own):.0f}"
+    return f"| {last:,} | {' | '.join(f'{100 * right:.1f}' for right in shown)} | {learnt} |"
 
 
 def read(file: Path) -> list[Row]:
@@ -171,11 +185,10 @@ def ticks_between(lowest: float, highest: float) -> list[int]:
 
 def draw(rows: list[Row], what: str, path: Path) -> None:
     """Accuracy against parameters or multiply-accumulates: ours blue, what we measured filled; means over seeds."""
-    axis = {"parameters": ("parameters", 1.0, "log"), "macs": ("million multiply-accumulates an image", 1e6, "linear")}
-    title, unit, scale = axis[what]
-    data = list(dict.fromkeys(row.data for row in rows))
+    title, unit = {"parameters": ("parameters", 1.0), "macs": ("million multiply-accumulates an image", 1e6)}[what]
+    data, written = list(dict.fromkeys(row.data for row in rows)), []
     with figure_style():
-        figure, panels = subplots(1, len(data), width=4.4 * len(data), height=5)
+        figure, panels = subplots(len(data), 1, width=6, height=4 * len(data))
         for axes, name in zip([panels] if len(data) == 1 else panels, data, strict=True):
             of_data = {number: runs for number, runs in numbered(rows).items() if runs[0].data == name}
             shown = {number: runs for number, runs in of_data.items() if getattr(runs[0], what) is not None}
@@ -184,14 +197,10 @@ def draw(rows: list[Row], what: str, path: Path) -> None:
                 row = shown[number][0]
                 fill = "full" if row.kind == KINDS[0] else "none"
                 axes.plot(*point, "o", color=color(0 if "ours" in row.name else 1), fillstyle=fill)
-            axes.set(xscale=scale, xlabel=title, ylabel="top-1, % (scale of errors)", title=name)
-            axes.margins(0.15, 0.1)
-            if scale == "linear":
-                axes.set_xlim(left=0)
+            axes.set(xscale="log", xlabel=title, ylabel="top-1, % (scale of errors)", title=name)
+            axes.margins(0.08, 0.08)
             ticks = ticks_between(*axes.get_ylim())
             axes.set_yticks([height(tick / 100) for tick in ticks], [str(tick) for tick in ticks])
-            names = [f"{number}  {runs[0].name}, {runs[0].how}" for number, runs in shown.items()]
-            axes.text(0, -0.26, "\n".join(names), transform=axes.transAxes, va="top", fontsize=6)
             figure.draw_without_rendering()
             on_paper = axes.transData.transform(list(points.values())) * 72 / figure.dpi
             offsets = places(dict(zip(points, map(tuple, on_paper), strict=True)))
@@ -199,18 +208,28 @@ def draw(rows: list[Row], what: str, path: Path) -> None:
             for number, offset in offsets.items():
                 middle = {"ha": "center", "va": "center", "textcoords": "offset points", "arrowprops": line}
                 axes.annotate(str(number), points[number], offset, fontsize=7, **middle)
-        figure.suptitle("blue: ours; filled: measured by us; hollow: reported by them", fontsize=7)
-    figure.savefig(path, facecolor="white", bbox_inches="tight")
+            names = [f"{number}  {runs[0].name}, {runs[0].how}" for number, runs in shown.items()]
+            beside = axes.text(
+                1.03, 1, "\n".join(names), transform=axes.transAxes, va="top", fontsize=7, linespacing=1.4
+            )
+            beside.set_in_layout(False)  # it would squeeze the axes; the file is cut to hold it
+            written.append(beside)
+        written.append(figure.suptitle("blue: ours; filled: measured by us; hollow: reported by them", fontsize=7))
+    figure.savefig(path, facecolor="white", bbox_inches="tight", bbox_extra_artists=written)
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--add", type=Path, metavar="RUN")
+    parser.add_argument("--curve", type=Path, metavar="RUN")
     for option in ("--name", "--how", "--data", "--command"):
         parser.add_argument(option, default="")
     parser.add_argument("--trained", type=int, help="how many of the parameters; default: all")
     parser.add_argument("--docs", type=Path, default=DOCS)
     options = parser.parse_args(arguments)
+    if options.curve:
+        print(curve(options.curve))
+        return []
     file, page = options.docs / "headlines.json", options.docs / "RESULTS.md"
     own = read(file)
     if options.add:

@@ -1,7 +1,8 @@
 """A finished run → a model of the zoo: weights in half precision, measured again, with its card.
 
     python experiments/ship.py runs/quickstart/student digits --data digits --command "odevit quickstart"
-    python experiments/ship.py RUN NAME --data DIRECTORY --data-name CIFAR-10 --command "odevit train cifar10/scratch"
+    python experiments/ship.py RUN NAME --data DIRECTORY --data-name CIFAR-10 --recipe cifar10/scratch \
+        --command "odevit train cifar10/scratch" --about "A flow of …."
 
 The test split is read with the weights as they are shipped: at the model's own setting, for its flow gap and for
 its rule to stop early, which the validation images calibrate.
@@ -11,7 +12,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,6 +35,7 @@ from odevit.training.evaluation import certified_accuracy, evaluate, model_input
 
 ALPHAS = (0.01, 0.02, 0.03, 0.05)  # of stopping early; the least that the validation images can prove is shipped
 
+USE = "learning and research on Vision Transformers as flows; a start for fine-tuning on small images"
 CARD = """\
 ---
 library_name: odevit
@@ -55,6 +57,7 @@ An ODE-ViT: one shared attention + MLP block, integrated over time. {about}
 | stops early | {stops} |
 | certified | {proven} |
 | trained in | {took}, {passes}, seed {seed} |
+| recipe | {recipe} |
 | command | `{command}` |
 
 Accuracy by number of steps: {by_steps}.
@@ -70,32 +73,39 @@ images = processor(Image.open("PHOTO"), return_tensors="pt")["pixel_values"]
 print(model.config.id2label[int(model(images{call}).logits.argmax())])
 ```
 
-**Intended use**: learning and research on Vision Transformers as flows; a start for fine-tuning on small images.
-**Limits**: images like those it was trained on, of {size} × {size} pixels; nothing else was measured.
+**Intended use**: {intended_use}.
+**Limits**: {limits}.
 **Licence**: Apache-2.0.{licence}
 """
 
 
+class Words(NamedTuple):
+    """What a card says that no run knows. learnt_from: its teacher and the licence of that."""
+
+    data_name: str = ""
+    about: str = ""
+    recipe: str = ""
+    learnt_from: str = ""
+
+
 def ship(
-    run: Path, name: str, *, data: str, command: str, data_name: str = "", about: str = "", learnt_from: str = "",
-    folder: Path = FOLDER, faster: float | None = None, halting: bool = True,
+    run: Path, name: str, *, data: str, command: str, words: Words | None = None, folder: Path = FOLDER,
+    faster: float | None = None, halting: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Write folder/name from run/model and return its card.
 
-    learnt_from: its teacher and the licence of that. faster: accuracy that a cheaper setting may cost. halting:
-    calibrate when an image may stop.
+    faster: accuracy that a cheaper setting may cost. halting: calibrate when an image may stop.
     """
     entry: dict[str, Any] = {}
     recover_folders(folder)
-    options = (run, name, data, command, data_name, about, learnt_from, faster, halting)
+    options = (run, name, data, command, words or Words(), faster, halting)
     write_folder(folder / name, lambda target: entry.update(_fill(target, *options)))
     return entry
 
 
 def _fill(
-    target: Path, run: Path, name: str, data: str, command: str, data_name: str, about: str, learnt_from: str,
-    faster: float | None, stops: bool,
-) -> dict[str, Any]:  # fmt: skip
+    target: Path, run: Path, name: str, data: str, command: str, words: Words, faster: float | None, stops: bool
+) -> dict[str, Any]:
     """The model's files and its card, measured with the weights as they are written."""
     shutil.copytree(
         run / "model", target, ignore=shutil.ignore_patterns("selected.json", "README.md"), dirs_exist_ok=True
@@ -118,27 +128,42 @@ def _fill(
     result = json.loads((run / "result.json").read_text())
     recipe = Recipe.load(run / "recipe.yaml")
     entry = {
-        "name": name, "data": data_name or data, "accuracy": scores["top1"], "images": scores["count"],
-        "accuracy_before_halving": result["top1"], "parameters": sum(p.numel() for p in model.parameters()),
-        "macs": count_macs(model).total, "solver": model.config.solver, "num_steps": model.config.num_steps,
+        "name": name, "data": words.data_name or data, "about": words.about, "accuracy": scores["top1"],
+        "images": scores["count"], "accuracy_before_halving": result["top1"],
+        "parameters": sum(p.numel() for p in model.parameters()), "macs": count_macs(model).total,
+        "solver": model.config.solver, "num_steps": model.config.num_steps, "image_size": model.config.image_size,
         "flow": plain(flow), "halting": halting, **({"certified": certified} if certified else {}),
-        "bytes": (target / "model.safetensors").stat().st_size, "sha256": checksum(target), "command": command,
-        "seconds": result["seconds"], "epochs": result["epochs"], "seed": recipe.seed,
-        "held_out": held_out(recipe),
+        "bytes": (target / "model.safetensors").stat().st_size, "sha256": checksum(target), "recipe": words.recipe,
+        "command": command, "learnt_from": words.learnt_from, "seconds": result["seconds"],
+        "epochs": result["epochs"], "passes": passes_of(result, recipe), "seed": recipe.seed,
+        "held_out": held_out(recipe), "intended_use": USE,
     }  # fmt: skip
-    described = {"about": about, "learnt_from": learnt_from, "size": model.config.image_size}
-    (target / "README.md").write_text(card_text(entry, passes=passes_of(result, recipe), **described))
+    entry["limits"] = limits_of(entry)
+    (target / "README.md").write_text(card_text(entry))
     write_file(target / "card.json", json.dumps(entry, indent=1) + "\n")
     return entry
 
 
-def card_text(entry: dict[str, Any], *, about: str, passes: str, size: int, learnt_from: str = "") -> str:
-    """The model card, from card.json and what stands beside it."""
-    flow, halting = entry["flow"], entry["halting"]
+def limits_of(entry: dict[str, Any]) -> str:
+    """What its measurements say that nobody should expect of it."""
+    size, gap = entry["image_size"], 100 * entry["flow"]["gap"]
+    found = [f"images like those it was trained on, of {size} × {size} pixels"]
+    if entry.get("certified"):
+        found.append("the proofs are of its own steps and of small changes (ℓ₂), and cost much accuracy")
+    else:
+        found.append("nothing is proven about changed images, and a small change may grow along the flow")
+    if gap > 2:
+        found.append(f"not quite a flow: its exact solution has {gap:.1f} points less than its own steps")
+    return "; ".join(found)
+
+
+def card_text(entry: dict[str, Any]) -> str:
+    """The model card, all of it from card.json."""
+    flow, halting, learnt_from = entry["flow"], entry["halting"], entry["learnt_from"]
     steps, images = [int(count) for count in flow["accuracy_by_steps"]], f"{flow['images']:,} images"
     varies = f"accuracy varies by {100 * flow['spread']:.2f} points over K = {min(steps)} … {max(steps)}"
     return CARD.format(
-        **{key: value for key, value in entry.items() if key != "flow"}, about=about, passes=passes, size=size,
+        **{key: value for key, value in entry.items() if key != "flow"},
         flow_gap=f"{100 * flow['gap']:+.2f} points (own setting minus exact flow, {images}); {varies}",
         proven=proven(entry.get("certified")), stops=in_words(halting, entry["num_steps"]),
         table=halting_table(halting), took=time_spent(entry["seconds"]),
@@ -238,12 +263,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("name")
     for option in ("--data", "--command"):
         parser.add_argument(option, required=True)
-    for option in ("--data-name", "--about"):
-        parser.add_argument(option, default="")
+    parser.add_argument("--data-name", default="", help="what the card calls the data")
+    parser.add_argument("--about", default="", help="a sentence for the card")
+    parser.add_argument("--recipe", default="", help="its name, and what was changed in it")
     parser.add_argument("--learnt-from", default="", help="the teacher and its licence: 'DeiT-tiny (Apache-2.0)'")
     parser.add_argument("--faster", type=float, help="choose the cheapest setting that costs at most so much accuracy")
     parser.add_argument("--no-halting", dest="halting", action="store_false", help="no rule for stopping early")
     options = vars(parser.parse_args(arguments))
+    options["words"] = Words(*(options.pop(field) for field in Words._fields))
     entry = ship(options.pop("run"), options.pop("name"), **options)
     print(json.dumps({key: value for key, value in entry.items() if key != "flow"}, indent=1))
     return entry

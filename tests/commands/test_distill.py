@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from child_processes import start_child, wait_for_child
+from child_processes import start_child, start_pair, wait_for_child
 from problems import TINY, tiny_model
 from tiny_runs import tiny_recipe
 from typer.testing import CliRunner
@@ -191,6 +191,19 @@ def test_distillation_recipes_run_end_to_end_with_smoke(name, tmp_path, monkeypa
     smaller = comparison["student"]["parameters"] < comparison["teacher"]["parameters"]
     assert smaller or Recipe.load(name).distill.match == "answers"  # there the student has the recipe's own size
     assert 0 <= comparison["agreement"] <= 1
+
+
+@pytest.mark.slow
+def test_the_recipe_for_imagenet_runs_on_two_processes(tmp_path, monkeypatch):
+    """With a tiny DINOv2 in the place of its own: a cache of eight parts, four for each, and a teacher split in two."""
+    monkeypatch.chdir(tmp_path)
+    teacher = save_example("dinov2", tmp_path / "dinov2")
+    words = ["distill", "--recipe", "imagenet/dinov2-base", "--smoke", "--teacher", str(teacher)]
+    children = start_pair([*words, "--set", f"distill.cache_folder={tmp_path}/cache"])
+    assert [wait_for_child(child) for child in children] == [0, 0]
+    comparison = json.loads((tmp_path / "runs/smoke/comparison.json").read_text())
+    assert 0 <= comparison["agreement"] <= 1
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 8
 
 
 def save_example(family, folder):

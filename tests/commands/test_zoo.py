@@ -3,11 +3,12 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from ship import card_text, ship
 from ship import main as ship_main
-from ship import ship
 from tiny_runs import tiny_recipe
 
 import odevit
@@ -83,6 +84,14 @@ def test_every_shipped_model_is_whole(name):
         return
     assert saved_rule(model).threshold == entry["halting"]["threshold"]
     assert entry["halting"]["test_disagreement"] <= entry["halting"]["alpha"]
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_card_is_written_from_its_numbers(name):
+    entry = card(name)
+    assert Path(odevit.zoo(name), "README.md").read_text() == card_text(entry)
+    assert all(entry[field] for field in ("about", "recipe", "command", "intended_use", "limits"))
+    assert ("exact solution has" in entry["limits"]) == (entry["flow"]["gap"] > 0.02)
 
 
 @pytest.mark.slow

@@ -152,6 +152,15 @@ def test_minutes_are_turned_into_epochs(tmp_path, monkeypatch, capsys):
     assert "2.8 in the recipe's minutes" in capsys.readouterr().out
 
 
+def test_minutes_are_turned_into_hours_of_another_device(tmp_path, monkeypatch, capsys):
+    """It works through as many images as the minutes are enough for here."""
+    monkeypatch.setattr(odevit.distill.plan, "images_per_second", lambda *_: 10.0)
+    numbers = plan(write(tiny_recipe(tmp_path, optim={"minutes": 3}), tmp_path), device_tflops=2, processes=4)
+    work = 2 * numbers["macs_per_image"] * 3 * 60 * 10
+    assert numbers["hours_there"] == pytest.approx(work / (4 * 2e12 * numbers["utilisation"]) / 3600)
+    assert "hours on 4 × 2 TFLOPS" in capsys.readouterr().out
+
+
 def test_a_plan_counts_the_images_that_are_trained_on():
     """Without those held out, and within the limit."""
     assert find_source(DataConfig(name="uoft-cs/cifar10", val_fraction=0.02)).images == 49_000

@@ -57,6 +57,25 @@ def test_fine_tuning_a_saved_classifier_at_another_size(tmp_path, data):
     torch.testing.assert_close(loaded.eval()(images).logits, student.eval()(images).logits)
 
 
+def test_a_classifier_that_is_no_vit_is_fine_tuned_too(tmp_path, data):
+    """With a fresh head for the data's classes where it had others, and the rest as it was saved."""
+    from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=3)
+    saved = ResNetForImageClassification(config)
+    saved.save_pretrained(tmp_path / "resnet")
+    built = build_classifier({"pretrained": str(tmp_path / "resnet"), "image_size": 16}, data, CONFIG)
+    assert (built.config.num_labels, built.config.image_size) == (len(data.class_names), 16)
+    assert all(map(torch.equal, built.base_model.state_dict().values(), saved.base_model.state_dict().values()))
+    recipe = tiny_recipe(tmp_path / "run", optim={"steps": 2})
+    recipe.model = {"pretrained": str(tmp_path / "resnet")}
+    result = train_recipe(recipe, data=data, progress_bar=False)
+    assert result.model.config.image_size == data.train.fetch(torch.tensor([0]))[0].shape[-1]
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "model")
+    images = torch.randn(2, 1, 16, 16)
+    torch.testing.assert_close(loaded.eval()(images).logits, result.model.eval()(images).logits)
+
+
 @pytest.mark.slow
 def test_training_the_head_alone_leaves_the_rest_as_it_was(tmp_path, data):
     """How the paper's teacher is made: a linear head on a frozen backbone, which may have come without one."""

@@ -219,16 +219,18 @@ def make_plan(
     if asked and teacher is not None:
         teacher_hours = asked / answers_per_second(teacher, recipe, teacher_macs) / 3600
     epochs = epochs_of(recipe.optim, rows)
-    total = None if epochs is None else epochs * rows * per_image + asked * teacher_macs
-    there = None if tflops is None or total is None else 2 * total / (tflops * 1e12 * UTILISATION * processes) / 3600
-    cache = cache_bytes(recipe, source, student, teacher, extra)
     by_the_clock = None if recipe.optim.minutes is None else recipe.optim.minutes / 60
+    epochs_here = epochs if by_the_clock is None else by_the_clock * 3600 * speed / rows
+    assert epochs_here is not None  # a recipe has exactly one of epochs, steps and minutes
+    total = epochs_here * rows * per_image + asked * teacher_macs
+    there = None if tflops is None else 2 * total / (tflops * 1e12 * UTILISATION * processes) / 3600
+    cache = cache_bytes(recipe, source, student, teacher, extra)
     return {
         "images": source.images,
         "extra_images": extra,
         "views": recipe.distill.cache_views if cached else 1,
         "epochs": epochs,
-        "epochs_here": by_the_clock * 3600 * speed / rows if by_the_clock else epochs,
+        "epochs_here": epochs_here,
         "parameters": parameters["total"],
         "trainable": parameters["trainable"],
         "teacher_parameters": None if teacher is None else sum(p.numel() for p in teacher.parameters()),

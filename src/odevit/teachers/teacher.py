@@ -37,6 +37,7 @@ __all__ = [
     "TeacherParts",
     "TeacherTrace",
     "find_family",
+    "is_known",
     "load_teacher",
     "resize_classifier",
     "resize_patch_kernel",
@@ -238,6 +239,11 @@ def copied(tensor: Tensor) -> Tensor:
 
 def copied_bias(layer: Any) -> Tensor:
     return layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else copied(layer.bias)
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether it is a Vision Transformer of a family in TEACHERS."""
+    return any(family.recognises(module) for family in TEACHERS.values())
 
 
 def find_family(module: nn.Module) -> str:

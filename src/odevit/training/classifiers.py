@@ -120,7 +120,7 @@ def _build_classifier(fields: dict[str, Any], data: Data, config: DataConfig) ->
         raise ValueError(f"model.type must be 'odevit' or 'vit', got {kind!r}")
     if "pretrained" in fields:
         head_only = fields.get("train") == "head"
-        model = _load_pretrained(fields, wanted_size, data)
+        model = _load_pretrained(fields, wanted_size, native, data)
         if head_only:
             model.base_model.requires_grad_(False)
     elif kind == "vit":
@@ -203,7 +203,7 @@ def _build_vit(fields: dict[str, Any], data: Data) -> Any:
     return ViTForImageClassification(ViTConfig(**fields))
 
 
-def _load_pretrained(fields: dict[str, Any], image_size: int | None, data: Data) -> Any:
+def _load_pretrained(fields: dict[str, Any], image_size: int | None, native: int, data: Data) -> Any:
     from transformers import AutoModelForImageClassification
 
     name, trained = fields.pop("pretrained"), fields.pop("train", "all")
@@ -220,9 +220,15 @@ def _load_pretrained(fields: dict[str, Any], image_size: int | None, data: Data)
         model.resize_images(image_size or model.config.image_size)
         model.config.halting = None  # it was calibrated for the weights that training is about to move
         return model
-    from odevit.teachers.teacher import resize_classifier
+    from odevit.teachers.teacher import is_known, resize_classifier
 
-    model = resize_classifier(
-        model, image_size or model.config.image_size, None if model.config.num_labels == labels else labels
-    )
+    fresh = model.config.num_labels != labels
+    if is_known(model):
+        size = image_size or model.config.image_size
+        model = resize_classifier(model, size, labels if fresh else None)
+    else:  # a CNN and the like: no positions to interpolate
+        if fresh:
+            options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
+            model = type(model).from_pretrained(name, num_labels=labels, ignore_mismatched_sizes=True, **options)
+        model.config.image_size = image_size or getattr(model.config, "image_size", native)
     return adopt_preprocessing(model, name)  # without a processor the data's own mean and std are used
