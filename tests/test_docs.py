@@ -1,5 +1,6 @@
 """Every snippet of the pages under docs/ is executed, in order, beside one tiny teacher and student."""
 
+import json
 import re
 import shlex
 import shutil
@@ -81,19 +82,24 @@ def test_the_lines_for_your_vit_and_your_images_run(tmp_path, monkeypatch, capsy
     assert set(lines_for_your_own("README.md")) < set(lines_for_your_own("docs/distil.md"))
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    tiny_teacher("vit", image_size=16, patch_size=4).module.save_pretrained("MY_VIT")
+    tiny_teacher("vit", image_size=32, patch_size=8).module.save_pretrained("MY_VIT")
     noise = np.random.default_rng(0)
     for index in range(60):
         path = Path(f"MY_IMAGES/{index % 10}/{index}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(noise.integers(0, 255, (20, 18, 3), dtype=np.uint8)).save(path)
     Image.open("MY_IMAGES/3/3.png").save("PHOTO.png")
+    planned = 0
     short = {"=64": "=16", "optim.minutes=60": "optim.minutes=null --set optim.steps=1 --set optim.batch_size=32"}
     for line in lines_for_your_own("docs/distil.md"):
         for there, here in (short | {"PHOTO": "PHOTO.png"}).items():
             line = line.replace(there, here)
-        words = shlex.split(line)[1:] + (["--no-report"] if " distill " in line else [])
-        assert CliRunner().invoke(odevit_cli.app, words, catch_exceptions=False).exit_code == 0
+        words = shlex.split(line)[1:]
+        words += {"distill": ["--no-report"], "plan": ["--json"]}.get(words[0], [])
+        said = CliRunner().invoke(odevit_cli.app, words, catch_exceptions=False)
+        assert said.exit_code == 0
+        planned = json.loads(said.stdout)["cache"] if words[0] == "plan" else planned
+    assert planned == sum(np.load(path, mmap_mode="r").nbytes for path in Path().rglob("cache/*/*.npy"))
     assert Path("runs/mine/comparison.json").is_file()
     capsys.readouterr()
 
@@ -104,6 +110,7 @@ def test_every_card_says_how_to_load_its_model(name):
     text = (FOLDER / name / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
     assert f'odevit.zoo("{name}")' in code
+    assert f"| command | `{card(name)['command']}` |" in text
     assert ('halting="calibrated"' in code) == bool(card(name)["halting"])
     if name == "digits":
         exec(compile(code.replace("PHOTO", str(ROOT / "docs/digit.png")), name, "exec"), {})

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from tiny_distillations import recipe_of
 from tiny_runs import tiny_recipe
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,6 +26,7 @@ from odevit.distill.objective import build
 from odevit.distill.plan import (
     Source,
     activation_bytes,
+    build_stand_ins,
     cache_bytes,
     images_per_second,
     make_plan,
@@ -34,6 +36,8 @@ from odevit.distill.plan import (
     state_bytes,
 )
 from odevit.dynamics.cost import count_macs
+from odevit.teachers.preprocessing import wanted_by_saved
+from odevit.teachers.teacher import tiny_teacher
 from odevit.training.config import LoopConfig, OptimConfig
 
 
@@ -136,6 +140,63 @@ def test_answers_to_extra_images_are_planned(tmp_path, monkeypatch):
     assert numbers["macs_per_epoch"] == numbers["macs_per_image"] * rows
     assert numbers["teacher_hours_here"] == pytest.approx(2 * (96 + 96) / 100 / 3600)
     assert numbers["hours_here"] == pytest.approx(recipe.optim.steps * recipe.optim.batch_size / 10 / 3600)
+
+
+def pictures_in(folder, count, size):
+    """In ten classes, none of them a square."""
+    for index in range(count):
+        path = folder / str(index % 10) / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(index).integers(0, 255, (size + index % 3, size - 2, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(path)
+    return str(folder)
+
+
+def test_pictures_of_any_size_are_planned_as_their_teacher_is_shown_them(tmp_path, monkeypatch, capsys):
+    """Of its size, not of the student's; and an epoch ends with the extra images when they are fewer."""
+    monkeypatch.setattr(odevit.distill.plan, "images_per_second", lambda *_: 10.0)
+    monkeypatch.setattr(odevit.distill.plan, "answers_per_second", lambda *_: 100.0)
+    tiny_teacher("vit", image_size=16, patch_size=8).module.save_pretrained(tmp_path / "vit")
+    options = {"match": "answers", "cache": "logits", "extra_images": pictures_in(tmp_path / "more", 20, 30)}
+    recipe = recipe_of(tmp_path, str(tmp_path / "vit"), losses={"kl": 1.0}, augment={"crop": 1}, **options)
+    recipe.data.name, recipe.data.limit = pictures_in(tmp_path / "images", 60, 20), None
+    recipe.model = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_attention_heads": 2}
+    numbers = plan(write(recipe, tmp_path), as_json=True)
+    data = load_data(recipe.data, wanted=wanted_by_saved(recipe.distill.teacher))
+    _, objective = build_answers(recipe, data)
+    assert numbers["cache"] == bytes_in(tmp_path / "cache")
+    assert numbers["macs_per_epoch"] == numbers["macs_per_image"] * len(objective.training_data(data).train)
+
+
+def test_a_teacher_of_the_zoo_is_here_and_one_that_is_not_is_told_of(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(odevit.distill.plan, "images_per_second", lambda *_: 10.0)
+    monkeypatch.setattr(odevit.distill.plan, "answers_per_second", lambda *_: 100.0)
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_of(tmp_path, "digits", match="answers", cache="logits", losses={"kl": 1.0})
+    recipe.model = {"patch_size": 4, "hidden_size": 16, "num_attention_heads": 2}
+    assert plan(write(recipe, tmp_path))["teacher_hours_here"] == pytest.approx(320 / 100 / 3600)
+    recipe.distill.teacher = "runs/not-yet/model"
+    capsys.readouterr()
+    assert plan(write(recipe, tmp_path), device_tflops=1)["teacher_hours_here"] is None
+    assert "not counted: it is not here" in capsys.readouterr().out
+
+
+def test_the_stand_in_of_a_teacher_is_shown_images_of_the_teachers_size(tmp_path):
+    """A CNN those that are kept, a ViT its own, whatever data.image_size says."""
+    recipe = recipe_of(tmp_path, resnet_in(tmp_path / "resnet"), match="answers", cache="logits", losses={"kl": 1.0})
+    recipe.data.image_size, recipe.model = 16, {"patch_size": 4, "hidden_size": 16, "num_attention_heads": 2}
+    _, objective = build_answers(recipe, load_data(recipe.data))
+    assert build_stand_ins(recipe, find_source(recipe.data))[1].image_size == objective.teacher.image_size == 8
+    recipe.distill.teacher = "facebook/deit-tiny-patch16-224"
+    assert build_stand_ins(recipe, find_source(recipe.data))[1].image_size == 224
+
+
+def test_the_time_is_that_of_a_model_in_training(tmp_path):
+    """A pretrained one comes in eval mode, without its dropout."""
+    model, seen = tiny().eval(), []
+    model.register_forward_pre_hook(lambda module, _: seen.append(module.training))
+    images_per_second(model, None, tiny_recipe(tmp_path), 1e9, seconds=0)
+    assert all(seen)
 
 
 def write(recipe, folder):

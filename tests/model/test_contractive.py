@@ -171,6 +171,8 @@ def test_too_few_steps_are_an_error_everywhere() -> None:
         model(images, num_steps=2, solver="rk4")
     with pytest.raises(ValueError, match=r"nothing is proven of midpoint.*: 4 steps at depth 4"):
         model(images, num_steps=2, solver="midpoint")
+    with pytest.raises(ValueError, match=r"lie_trotter .* at least 2 steps \(h·s·‖W‖² and h·s·‖A‖² ≤ 2,"):
+        model(images, num_steps=1, solver="lie_trotter")
     for options in ({"num_steps": 2, "solver": "lie_trotter"}, {"num_steps": 9}, {"solver": "dopri5"}):
         assert bool(model(images, **options).logits.isfinite().all())
     assert fewest_steps("euler", 4, phases=3) == 6

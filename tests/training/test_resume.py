@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -224,6 +225,50 @@ def test_recipe_yaml_keeps_the_folder_that_the_run_was_begun_with(tmp_path, monk
     assert (again.output, again.optim.steps) == (str(folder), 6)
 
 
+def killed(monkeypatch, recipe, where, resume=False):
+    with monkeypatch.context() as broken:
+        broken.setattr(train.Run, where, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train_recipe(recipe, resume=resume, progress_bar=False)
+
+
+def test_recipe_yaml_is_that_of_the_run_that_goes_on_without_a_checkpoint(tmp_path, monkeypatch):
+    """Killed before its first checkpoint it begins anew, with whatever recipe it is resumed with."""
+    folder = tmp_path / "run"
+    killed(monkeypatch, tiny_recipe(folder, optim={"steps": 4}), "train_step")
+    killed(monkeypatch, tiny_recipe(folder, optim={"steps": 9, "lr": 0.01}), "finish", resume=True)
+    again = Recipe.load(folder / "recipe.yaml")
+    assert (again.optim.steps, again.optim.lr) == (9, 0.01)
+    assert train_recipe(again, resume=True, progress_bar=False).metrics["steps"] == 9
+
+
+def test_recipe_yaml_of_a_copied_run_goes_on_in_the_copy(tmp_path):
+    """As the last words of a stopped run say: odevit train COPY/recipe.yaml --resume."""
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    train_recipe(tiny_recipe(folder, optim={"steps": 4}), progress_bar=False)
+    shutil.copytree(folder, copy)
+    train_recipe(tiny_recipe(copy, optim={"steps": 6}), resume=True, progress_bar=False)
+    assert Path(Recipe.load(copy / "recipe.yaml").output).samefile(copy)
+    assert Recipe.load(folder / "recipe.yaml").optim.steps == 4
+
+
+def test_recipe_yaml_stays_that_of_the_result(tmp_path):
+    """Of a finished run that is resumed with fewer steps."""
+    folder = tmp_path / "run"
+    train_recipe(tiny_recipe(folder, optim={"steps": 6}), progress_bar=False)
+    train_recipe(tiny_recipe(folder, optim={"steps": 4}), resume=True, progress_bar=False)
+    assert Recipe.load(folder / "recipe.yaml").optim.steps == 6
+
+
+def test_a_long_validation_makes_no_checkpoint_late(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(train.Run, "agree", lambda run, stop: (0, 900.0 * (run.validated_at > 0)))
+    monkeypatch.setattr(train, "save_run", lambda run: saved.append(run.step))
+    loop = {"checkpoint_minutes": 5, "checkpoint_every": 0, "eval_every": 4}
+    train_recipe(tiny_recipe(tmp_path / "run", optim={"steps": 7}, loop=loop), progress_bar=False)
+    assert saved == [4, 7]
+
+
 def test_late_checkpoints_go_by_the_clock_on_which_all_processes_agree(tmp_path, monkeypatch):
     """By its own clock one process could think it late where another does not, and wait for it for ever."""
     saved = []
@@ -231,7 +276,7 @@ def test_late_checkpoints_go_by_the_clock_on_which_all_processes_agree(tmp_path,
     monkeypatch.setattr(train, "save_run", lambda run: saved.append(run.step))
     loop = {"checkpoint_minutes": 5, "checkpoint_every": 1000, "eval_every": 1000}
     train_recipe(tiny_recipe(tmp_path / "run", optim={"steps": 24}, loop=loop), progress_bar=False)
-    assert saved == [7, 13, 19, 24]  # more than five minutes after the one before, and the last step
+    assert saved == [7, 14, 21, 24]  # more than five minutes after the one before, and the last step
 
 
 def test_a_run_ends_with_a_checkpoint_of_its_last_step(tmp_path):

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from odevit.commands.console import print_table
-from odevit.data import DataConfig, load_data
-from odevit.distill.plan import SOURCES, Source, make_plan
+from odevit.data import DataConfig, Wanted, load_data
+from odevit.distill.plan import SOURCES, Source, make_plan, teacher_here
 from odevit.recipe import Recipe
+from odevit.teachers.preprocessing import wanted_by_saved
 
 
 def plan(
@@ -26,9 +27,11 @@ def plan(
     if processes < 1 or (device_tflops is not None and device_tflops <= 0):
         raise ValueError(f"processes and device_tflops must be positive, got {processes} and {device_tflops}")
     loaded = Recipe.load(recipe, overrides or ())
-    source, extra = find_source(loaded.data, images), 0
+    here, extra = teacher_here(loaded), 0
+    source = find_source(loaded.data, images, wanted_by_saved(here) if here else None)
     if loaded.distill is not None and loaded.distill.extra_images:
-        extra = find_source(DataConfig(name=loaded.distill.extra_images, limit=loaded.data.limit)).images
+        others = DataConfig(name=loaded.distill.extra_images, image_size=source.size, limit=loaded.data.limit)
+        extra = find_source(others).images
     numbers = make_plan(loaded, source, extra=extra, processes=processes, tflops=device_tflops)
     if as_json:
         print(json.dumps({"recipe": str(recipe), "processes": processes, **numbers}))
@@ -45,7 +48,7 @@ def plan(
         "cache on disk": f"{numbers['cache'] / 1e9:,.2f} GB" + _shared(numbers) if numbers["cache"] else None,
         "images/s, measured here": _speed(numbers["images_per_second_here"]),
         "epochs": f"{numbers['epochs_here']:.1f}" + ("" if numbers["epochs"] else " in the recipe's minutes, here"),
-        "hours of the teacher here": _hours(numbers["teacher_hours_here"]),
+        "hours of the teacher here": _teacher_hours(numbers["teacher_hours_here"]),
         "hours of training here": _hours(numbers["hours_here"]),
     }
     if device_tflops is not None:
@@ -55,14 +58,17 @@ def plan(
     return numbers
 
 
-def find_source(config: DataConfig, images: int | None = None) -> Source:
-    """The images that a run trains on: from the table of known data sets, or by opening what is here."""
+def find_source(config: DataConfig, images: int | None = None, wanted: Wanted | None = None) -> Source:
+    """The images that a run trains on: from the table of known data sets, or by opening what is here.
+
+    wanted: what its teacher takes, to which images of several sizes are brought.
+    """
     known = SOURCES.get(config.name)
     if known is not None:
         kept = known.images if known.has_val else round(known.images * (1 - config.val_fraction))
         known = known._replace(images=min(kept, config.limit or kept))
     elif Path(config.name).exists():
-        data = load_data(config)
+        data = load_data(config, wanted=wanted)
         side = int(data.train.fetch(torch.tensor([0]))[0].shape[-1])
         known = Source(len(data.train), side, data.channels, len(data.class_names))
     else:
@@ -79,6 +85,10 @@ def _shared(numbers: dict[str, Any]) -> str:
 
 def _speed(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _teacher_hours(value: float | None) -> str | None:
+    return "not counted: it is not here" if value is None else _hours(value)
 
 
 def _hours(value: float) -> str | None:

@@ -18,9 +18,10 @@ from odevit.distill.student import student_of
 from odevit.distill.top import bytes_of_top
 from odevit.dynamics.cost import count_macs, count_parameters
 from odevit.model.solvers import given
+from odevit.shipped import names
 from odevit.teachers.answerer import Answerer
 from odevit.teachers.teacher import Teacher, load_teacher
-from odevit.training.classifiers import build_classifier, load_classifier
+from odevit.training.classifiers import build_classifier, load_classifier, resolve_model
 from odevit.training.config import LoopConfig, OptimConfig
 from odevit.training.integration import parse_setting
 from odevit.training.precision import autocast, precision_of
@@ -141,15 +142,21 @@ def cached_rows(recipe: Any, images: int, extra: int = 0) -> int:
 
 
 def epoch_rows(recipe: Any, images: int, extra: int = 0) -> int:
-    """Rows of an epoch: all views, and as many of the extra images as of the others."""
-    return images * recipe.distill.cache_views * (2 if extra else 1) if is_cached(recipe) else images
+    """Rows of an epoch: all views; with extra images as many of these, so that it ends with the smaller set."""
+    if not is_cached(recipe):
+        return images
+    return recipe.distill.cache_views * (2 * min(images, extra) if extra else images)
+
+
+def kept_side(recipe: Any, source: Source) -> int:
+    """Of the training images: their own, at which they are augmented, where all of them fit into memory so."""
+    fits = source.images * source.channels * source.size**2 <= recipe.data.memory_limit_mb * 2**20
+    return source.size if fits else recipe.data.image_size or source.size
 
 
 def bytes_of_row(recipe: Any, source: Source, student: Any, teacher: Any) -> int:
     """In the cache: the image where it is augmented, the answer (or its top k), the states."""
-    config, side, classes = recipe.distill, recipe.data.image_size or source.size, student.config.num_labels
-    if source.images * source.channels * source.size**2 <= recipe.data.memory_limit_mb * 2**20:
-        side = source.size  # kept in memory, and augmented, at their own size
+    config, side, classes = recipe.distill, kept_side(recipe, source), student.config.num_labels
     row = 8  # the label
     if any(getattr(recipe.augment, name) for name in OPERATIONS):  # else the images are the data's own
         row += source.channels * side * side
@@ -166,19 +173,28 @@ def cache_bytes(recipe: Any, source: Source, student: Any, teacher: Any, extra: 
     return rows * bytes_of_row(recipe, source, student, teacher) if rows else 0
 
 
+def teacher_here(recipe: Any) -> str | None:
+    """The folder of a teacher that need not be stood in for: as a run finds it, but without the hub."""
+    if recipe.distill is None:
+        return None
+    name = recipe.distill.teacher
+    if recipe.distill.match == "answers" and (name in names() or Path(name).is_dir()):
+        return resolve_model(name)
+    return name if Path(name).is_dir() else None
+
+
 def build_stand_ins(recipe: Any, source: Source) -> tuple[Any, Any]:
     """Student and, where there is one, its teacher, as the recipe says, with random weights where none are at hand."""
     data = stand_in_data(source, recipe.data.image_size)
     if recipe.task != "distill":
         return build_classifier(recipe.model, data, recipe.data), None
-    name, size = recipe.distill.teacher, recipe.data.image_size
-    here, known = Path(name).is_dir(), name in ARCHITECTURES
-    if recipe.distill.match == "answers":
+    name, size, here = recipe.distill.teacher, recipe.data.image_size, teacher_here(recipe)
+    if recipe.distill.match == "answers":  # from a teacher that sees images of its own size
         student = build_classifier(recipe.model, data, recipe.data)
         if here:
-            return student, Answerer(load_classifier(name), data.mean, data.std, size or source.size)
-        return student, stand_in_teacher(name, size, source.classes) if known else None
-    teacher = load_teacher(name, image_size=size) if here else stand_in_teacher(name, size, source.classes)
+            return student, Answerer(load_classifier(here), data.mean, data.std, kept_side(recipe, source))
+        return student, stand_in_teacher(name, None, source.classes) if name in ARCHITECTURES else None
+    teacher = load_teacher(here, image_size=size) if here else stand_in_teacher(name, size, source.classes)
     options = {**({"num_labels": source.classes} if not teacher.num_labels else {}), **recipe.model}
     return student_of(teacher, freeze_head=recipe.distill.freeze_head, **options), teacher
 
@@ -215,8 +231,10 @@ def make_plan(
     per_image = passes * mean_macs(student, recipe.loop) + (0 if cached else teacher_macs)
     rows, asked = epoch_rows(recipe, source.images, extra), cached_rows(recipe, source.images, extra)
     speed = images_per_second(student, None if cached else teacher, recipe, per_image)
-    teacher_hours = 0.0
-    if asked and teacher is not None:
+    teacher_hours: float | None = 0.0  # None: it is not here, and not known
+    if recipe.task == "distill" and teacher is None:
+        teacher_hours = None
+    elif asked:
         teacher_hours = asked / answers_per_second(teacher, recipe, teacher_macs) / 3600
     epochs = epochs_of(recipe.optim, rows)
     by_the_clock = None if recipe.optim.minutes is None else recipe.optim.minutes / 60
@@ -254,7 +272,7 @@ def images_per_second(student: Any, teacher: Any, recipe: Any, macs: float, seco
     Every integration that training draws counts with its share. macs: of one image, so that a batch of a large model
     stays within those seconds.
     """
-    config, count = student.config, max(1, min(recipe.optim.batch_size, int(PROBE / macs)))
+    config, count = student.train().config, max(1, min(recipe.optim.batch_size, int(PROBE / macs)))
     images = torch.randn(count, config.num_channels, config.image_size, config.image_size)
     shares, each = schedule_shares(recipe.loop), 0.0
     for steps, solver, share in shares:

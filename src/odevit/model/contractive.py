@@ -146,7 +146,8 @@ def check_steps(solver: str, num_steps: int, depth: float, phases: int = 1) -> N
     if num_steps < least:
         known = f"{solver} never expands a contractive flow of depth {depth:g} with at least {least} steps"
         unknown = f"nothing is proven of {solver}, which is held to Euler's limit: {least} steps at depth {depth:g}"
+        limit = "h·s·‖W‖² and h·s·‖A‖² ≤ 2" if LIMITS.get(solver, 1) > 1 else "h·s·(‖W‖² + ‖A‖²) ≤ 2"
         raise ValueError(
-            f"{known if solver in LIMITS else unknown} (h·s·(‖W‖² + ‖A‖²) ≤ 2, each norm up to 1), got "
-            f"num_steps={num_steps}; use at least {least} steps, or less depth"
+            f"{known if solver in LIMITS else unknown} ({limit}, each norm up to 1), got num_steps={num_steps}; use at "
+            f"least {least} steps, or less depth"
         )

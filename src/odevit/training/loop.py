@@ -28,12 +28,7 @@ from odevit.training.config import RunConfig
 from odevit.training.curve import draw_curve
 from odevit.training.evaluation import evaluate, model_input, monitors
 from odevit.training.integration import check_schedule, draw_integration
-from odevit.training.interruption import (
-    StopRequest,
-    TrainingDivergedError,
-    TrainingInterrupted,
-    stop_request,
-)
+from odevit.training.interruption import StopRequest, TrainingDivergedError, TrainingInterrupted, stop_request
 from odevit.training.objectives import LossModule, Objective, Terms
 from odevit.training.optim import (
     GROUPING,
@@ -42,7 +37,7 @@ from odevit.training.optim import (
     learning_rate_factor,
     set_learning_rate,
 )
-from odevit.training.resume import load_run, save_run
+from odevit.training.resume import load_run, save_run, write_recipe
 from odevit.training.runlog import RunLog, Window, monitor_seconds
 from odevit.training.sharding import check_shardable, gathered, load_model_state, shard_, share_buffers
 
@@ -66,12 +61,13 @@ def fit(
     try:
         if claim.resume:
             load_run(run)
-        file = folder / "result.json"
-        result = read_json(file) if file.exists() else {}
-        if claim.resume and run.finished(run.elapsed) and result.get("steps") == run.step:
+        file, ended = folder / "result.json", claim.resume and run.finished(run.elapsed)
+        result = read_json(file) if ended and file.exists() else {}
+        if ended and result.get("steps") == run.step:
             run.log.say(f"this run is finished: see {file}")
             run.use_best()
             return Result(run.model.eval(), result, folder)
+        write_recipe(run)
         with stop_request() as stop:
             run.train(stop)
         return run.finish()
@@ -166,9 +162,10 @@ class Run:
     def train(self, stop: StopRequest) -> None:
         loop, supply = self.recipe.loop, self.batches()
         eval_every = loop.eval_every or self.steps_per_epoch
-        self.window_began = self.elapsed
+        self.window_began, saved = self.elapsed, False
         while True:
             number, elapsed = self.agree(stop)
+            self.saved_at = elapsed if saved else self.saved_at
             if self.finished(elapsed):
                 break
             if number:
@@ -185,9 +182,8 @@ class Run:
             if loop.monitor_every and self.step % loop.monitor_every == 0:
                 self.monitor()
             late = elapsed - self.saved_at > 60 * loop.checkpoint_minutes > 0
-            if self.step % (loop.checkpoint_every or eval_every) == 0 or late:
-                save_run(self)
-                self.saved_at = elapsed  # on which all processes agree: each by its own clock would part them
+            if saved := self.step % (loop.checkpoint_every or eval_every) == 0 or late:
+                save_run(self)  # when, all processes agree on at the next step: each by its own clock would part them
         validated = self.validated_at == self.step
         if not validated:
             self.validate()

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,19 +110,33 @@ def save_run(run: "Run") -> None:
     run.accelerator.wait_for_everyone()
 
 
+def name_of(folder: Path, begun: str) -> str:
+    """The name that a run's folder was begun with, while it is its name: it may be resumed from within, as --output .
+    says. Of a folder that was moved or copied since, its whole path."""
+    parts, whole = Path(begun).parts, folder.resolve()
+    kept = parts and (Path(begun).resolve() == whole or whole.parts[-len(parts) :] == parts)
+    return begun if kept else str(whole)
+
+
+def write_recipe(run: "Run") -> None:
+    """recipe.yaml says how the run goes on: a resumed one may be longer, and its folder have another name."""
+    if run.accelerator.is_main_process:
+        write_file(run.folder / "recipe.yaml", run.recipe.to_yaml())
+
+
 def load_run(run: "Run") -> None:
     """Continue where the newest good checkpoint stands; without one, from the beginning."""
     state = RunState.read(run.store)
     if state is None:
+        run.recipe = dataclasses.replace(run.recipe, output=name_of(run.folder, run.recipe.output))
         run.log.truncate(0)
         return
     begun = run.recipe.from_dict(state.recipe)
     check_same_recipe(begun.to_dict(), run.recipe.to_dict())
-    run.recipe = dataclasses.replace(run.recipe, output=begun.output)  # however its folder is called from here
+    run.recipe = dataclasses.replace(run.recipe, output=name_of(run.folder, begun.output))
     state.restore(run)
     run.accelerator.wait_for_everyone()  # nobody reads any more
     if run.accelerator.is_main_process:
-        write_file(run.folder / "recipe.yaml", run.recipe.to_yaml())  # it may be longer now
         run.store.drop_after(run.step)
         run.store.drop_old()  # killed behind the newest checkpoint and before this
         run.log.truncate(state.metrics_bytes)
