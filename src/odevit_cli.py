@@ -259,6 +259,8 @@ def page(
 @app.command()
 def plan(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `odevit recipes`) or a YAML file.")],
+    teacher: Annotated[str | None, typer.Option(help="As in distill.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="As in eval; overrides the recipe's.")] = None,
     overrides: Overrides = None,
     device_tflops: Annotated[float | None, typer.Option(help="Peak of the device it will run on.")] = None,
     processes: Annotated[int, typer.Option(help="Processes (devices) of torchrun.")] = 1,

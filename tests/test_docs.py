@@ -90,12 +90,10 @@ def test_the_lines_for_your_vit_and_your_images_run(tmp_path, monkeypatch, capsy
         Image.fromarray(noise.integers(0, 255, (20, 18, 3), dtype=np.uint8)).save(path)
     Image.open("MY_IMAGES/3/3.png").save("PHOTO.png")
     planned = 0
-    short = {"=64": "=16", "optim.minutes=60": "optim.minutes=null --set optim.steps=1 --set optim.batch_size=32"}
+    short = shlex.split("--set model.image_size=16 --set optim.steps=1 --set optim.batch_size=32")
     for line in lines_for_your_own("docs/distil.md"):
-        for there, here in (short | {"PHOTO": "PHOTO.png"}).items():
-            line = line.replace(there, here)
-        words = shlex.split(line)[1:]
-        words += {"distill": ["--no-report"], "plan": ["--json"]}.get(words[0], [])
+        words = shlex.split(line.replace("PHOTO", "PHOTO.png"))[1:]
+        words += {"distill": [*short, "--no-report"], "plan": [*short, "--json"]}.get(words[0], [])
         said = CliRunner().invoke(odevit_cli.app, words, catch_exceptions=False)
         assert said.exit_code == 0
         planned = json.loads(said.stdout)["cache"] if words[0] == "plan" else planned

@@ -235,6 +235,7 @@ def test_smoke_works_without_the_teacher_being_there(name, capsys):
     [
         (["distill"], "needs images"),
         (["distill", "--data", "digits", "-o", "{tmp}/x"], "needs a teacher"),
+        (["distill", "--recipe", "answers", "--data", "digits", "-o", "{tmp}/x"], "needs a teacher"),
         (["distill", "--recipe", "{digits}"], r"trains without a teacher .*odevit train digits"),
         (
             ["distill", "--recipe", "{recipe}", "--set", "penalties.jasmin=5"],

@@ -120,7 +120,8 @@ def distill_recipe(
     with claim_run(recipe, resume=resume, overwrite=overwrite) as claim:
         name = recipe.distill.teacher
         if teacher is None and recipe.distill.match == "answers":
-            name = resolve_model(name)  # a run's folder or a name of the zoo, as `load_classifier` takes it
+            # a run's folder or a name of the zoo, as `load_classifier` takes it
+            name = resolve_model(recipe.distill.named_teacher())
         wanted = wanted_by(teacher.module) if teacher else wanted_by_saved(name)
         data = data or load_data(recipe.data, wanted=wanted)
         if claim.first:

@@ -10,7 +10,7 @@ import torch
 from odevit.commands.console import print_table
 from odevit.data import DataConfig, Wanted, load_data
 from odevit.distill.plan import SOURCES, Source, make_plan, teacher_here
-from odevit.recipe import Recipe
+from odevit.recipe import Recipe, assignment
 from odevit.teachers.preprocessing import wanted_by_saved
 
 
@@ -18,6 +18,8 @@ def plan(
     recipe: str | Path,
     overrides: Sequence[str] | None = None,
     *,
+    teacher: str | None = None,
+    data: str | None = None,
     device_tflops: float | None = None,
     processes: int = 1,
     images: int | None = None,
@@ -26,7 +28,8 @@ def plan(
     """Parameters, arithmetic, memory, cache and hours of a recipe, here and on a device of so many TFLOPS."""
     if processes < 1 or (device_tflops is not None and device_tflops <= 0):
         raise ValueError(f"processes and device_tflops must be positive, got {processes} and {device_tflops}")
-    loaded = Recipe.load(recipe, overrides or ())
+    given = [assignment(key, value) for key, value in (("distill.teacher", teacher), ("data.name", data)) if value]
+    loaded = Recipe.load(recipe, [*(overrides or ()), *given])
     here, extra = teacher_here(loaded), 0
     source = find_source(loaded.data, images, wanted_by_saved(here) if here else None)
     if loaded.distill is not None and loaded.distill.extra_images:

@@ -70,7 +70,7 @@ def build_answers(
             "which only a student of its teacher's shape can (distill.match: path)"
         )
     side = data.train.fetch(torch.arange(1))[0].shape[-1]
-    teacher = Answerer(classifier or load_classifier(config.teacher), data.mean, data.std, side).to(device)
+    teacher = Answerer(classifier or load_classifier(config.named_teacher()), data.mean, data.std, side).to(device)
     if teacher.num_labels != len(data.class_names):
         raise ValueError(f"the teacher answers with {teacher.num_labels} classes, the data has {len(data.class_names)}")
     student = build_classifier(recipe.model, data, recipe.data)

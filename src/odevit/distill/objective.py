@@ -101,6 +101,14 @@ class DistillConfig:
         if self.extra_images and (self.match, self.cache) != ("answers", "logits"):
             raise ValueError("distill.extra_images is for distill.match: answers with distill.cache: logits")
 
+    def named_teacher(self) -> str:
+        """`teacher`, which no run can do without."""
+        if not self.teacher:
+            raise ValueError(
+                "distillation needs a teacher: --teacher DIRECTORY_OR_HUB_NAME, or distill.teacher in the recipe"
+            )
+        return self.teacher
+
     def _check_cache(self) -> None:
         if self.cache_top < 0:
             raise ValueError(f"distill.cache_top must be 0 (all logits) or positive, got {self.cache_top}")
@@ -162,13 +170,12 @@ def build(
     teacher: loaded as the recipe says unless given. device: where it runs. A cache, if wanted, is built here.
     """
     config: DistillConfig = recipe.distill
-    if teacher is None and not config.teacher:
-        raise ValueError(
-            "distillation needs a teacher: --teacher DIRECTORY_OR_HUB_NAME, or distill.teacher in the recipe"
-        )
     if teacher is None:
         teacher = load_teacher(
-            config.teacher, image_size=recipe.data.image_size, prompts=config.prompts, class_names=data.class_names
+            config.named_teacher(),
+            image_size=recipe.data.image_size,
+            prompts=config.prompts,
+            class_names=data.class_names,
         )
     teacher.to(device)
     if teacher.num_labels and teacher.num_labels != len(data.class_names):

@@ -175,7 +175,7 @@ def cache_bytes(recipe: Any, source: Source, student: Any, teacher: Any, extra: 
 
 def teacher_here(recipe: Any) -> str | None:
     """The folder of a teacher that need not be stood in for: as a run finds it, but without the hub."""
-    if recipe.distill is None:
+    if recipe.distill is None or not recipe.distill.teacher:
         return None
     name = recipe.distill.teacher
     if recipe.distill.match == "answers" and (name in names() or Path(name).is_dir()):
