@@ -179,6 +179,7 @@ def test_a_teacher_of_the_zoo_is_here_and_one_that_is_not_is_told_of(tmp_path, m
     capsys.readouterr()
     assert plan(write(recipe, tmp_path), device_tflops=1)["teacher_hours_here"] is None
     assert "not counted: it is not here" in capsys.readouterr().out
+    assert plan("answers", ["model.image_size=32", "model.patch_size=4"], data="digits")["teacher_hours_here"] is None
 
 
 def test_the_stand_in_of_a_teacher_is_shown_images_of_the_teachers_size(tmp_path):
