@@ -1,5 +1,6 @@
 """Numbers as a person writes them, on the terminal and in reports."""
 
+import math
 from typing import Any
 
 SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
@@ -22,3 +23,9 @@ def readable(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(readable(item) for item in value)
     return {"Infinity": "∞", "-Infinity": "−∞"}.get(value, str(value))
+
+
+def si(value: float) -> str:
+    """With an SI prefix, to be followed by its unit: 1.2 k · 29.9 M · 25.8 G."""
+    power = min(5, max(0, math.floor(math.log10(max(value, 1)) / 3)))
+    return f"{value / 1000**power:,.1f} {' kMGTP'[power].strip()}"

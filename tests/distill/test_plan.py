@@ -1,6 +1,5 @@
 """What `odevit plan` says, against what a run really does."""
 
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -243,8 +242,12 @@ def test_each_number_of_steps_counts_with_its_share(monkeypatch):
 def test_imagenet_with_dinov2_base_is_planned_without_either(capsys, monkeypatch):
     monkeypatch.setattr(odevit.distill.plan, "images_per_second", lambda *_: 1.0)
     monkeypatch.setattr(odevit.distill.plan, "answers_per_second", lambda *_: 2.0)
-    numbers = plan("imagenet/dinov2-base", device_tflops=300, processes=8, as_json=True)
-    assert json.loads(capsys.readouterr().out)["processes"] == 8
+    numbers = plan("imagenet/dinov2-base", device_tflops=300, processes=8)
+    printed = capsys.readouterr().out.replace("│", " ").split()
+    page = (Path(__file__).parents[2] / "docs/distil.md").read_text()
+    shown = page.split("odevit plan imagenet/dinov2-base --device-tflops 300 --processes 8\n\n")[1].split("\n\n")[0]
+    assert len(rows := shown.splitlines()) == 9
+    assert [row for row in rows if " ".join(row.split()) not in " ".join(printed)] == []
     assert numbers["teacher_parameters"] == pytest.approx(86.6e6, rel=0.03)
     assert numbers["macs_per_image"] > 4 * 4 * 261 * 6 * 768**2  # forward, backward twice, recomputed; 4 steps at least
     assert numbers["cache"] == 1_281_167 * (13 * 768 * 2 + 196 + 8)  # CLS path in half precision, 32 logits, label

@@ -12,6 +12,7 @@ from odevit.data import DataConfig, Wanted, load_data
 from odevit.distill.plan import SOURCES, Source, make_plan, teacher_here
 from odevit.recipe import Recipe, assignment
 from odevit.teachers.preprocessing import wanted_by_saved
+from odevit.words import si
 
 
 def plan(
@@ -45,10 +46,10 @@ def plan(
         "extra images": f"{extra:,}{views}" if extra else None,
         "parameters (trained)": f"{numbers['parameters']:,} ({numbers['trainable']:,})",
         "teacher's parameters": numbers["teacher_parameters"],
-        "multiply-accumulates to train on an image": f"{numbers['macs_per_image'] / 1e9:,.3f} G",
-        "multiply-accumulates, an epoch": f"{numbers['macs_per_epoch'] / 1e15:,.3f} P",
-        "memory of a process": f"{numbers['memory_per_process'] / 1e9:,.2f} GB",
-        "cache on disk": f"{numbers['cache'] / 1e9:,.2f} GB" + _shared(numbers) if numbers["cache"] else None,
+        "multiply-accumulates to train on an image": si(numbers["macs_per_image"]),
+        "multiply-accumulates, an epoch": si(numbers["macs_per_epoch"]),
+        "memory of a process": f"{si(numbers['memory_per_process'])}B",
+        "cache on disk": f"{si(numbers['cache'])}B" + _shared(numbers) if numbers["cache"] else None,
         "images/s, measured here": _speed(numbers["images_per_second_here"]),
         "epochs": f"{numbers['epochs_here']:.1f}" + ("" if numbers["epochs"] else " in the recipe's minutes, here"),
         "hours of the teacher here": _teacher_hours(numbers["teacher_hours_here"]),
@@ -83,7 +84,7 @@ def find_source(config: DataConfig, images: int | None = None, wanted: Wanted | 
 
 def _shared(numbers: dict[str, Any]) -> str:
     each = numbers["cache_per_process"]
-    return f", {each / 1e9:,.2f} GB of each process" if each < numbers["cache"] else ""
+    return f", {si(each)}B of each process" if each < numbers["cache"] else ""
 
 
 def _speed(value: float) -> str:

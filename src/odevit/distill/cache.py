@@ -33,6 +33,7 @@ from odevit.distill.cache_key import Transform, describe
 from odevit.distill.top import TopLogits, keep_top
 from odevit.parse import UnreadableError, read_json
 from odevit.training.precision import autocast
+from odevit.words import si
 
 TOKENS = ("cls", "all", "logits")  # of a state: CLS, all of them, or no states at all
 META = "meta.json"
@@ -227,11 +228,11 @@ class Builder:
         done = f", {self.rows_done / self.rows:.0%} of it there already" if self.rows_done else ""
         if left > free:
             raise ValueError(
-                f"the cache of {what} needs {_in_words(left)} in {self.folder}, and {_in_words(free)} are free. Free "
+                f"the cache of {what} needs {si(left)}B in {self.folder}, and {si(free)}B are free. Free "
                 "some space, or choose distill.cache=cls, fewer distill.cache_views, another distill.cache_folder, "
                 "or distill.cache=none"
             )
-        say(f"caching {what}: {_in_words(total)} in {self.folder}{done}; {_in_words(free)} are free")
+        say(f"caching {what}: {si(total)}B in {self.folder}{done}; {si(free)}B are free")
 
     def build(self) -> None:
         """Append the chunks that are missing. After each, meta.json says how many rows are safe."""
@@ -295,11 +296,6 @@ class Builder:
 def as_bytes(images: Tensor) -> Tensor:
     """Float 0..1, or uint8 as it is, → uint8."""
     return (images * 255).round().clamp(0, 255).byte() if images.is_floating_point() else images
-
-
-def _in_words(size: int) -> str:
-    power = 3 if size >= 1e9 else 2 if size >= 1e6 else 1
-    return f"{size / 1000**power:.1f} {' kMG'[power]}B"
 
 
 def _shown(steps: Any, total: int) -> Any:
