@@ -33,7 +33,7 @@ def test_the_examples_come_from_the_run_of_the_model(run, tmp_path, capsys):
     path = page(str(run / "model"), output=tmp_path / "page.html")
     payload = payload_of(path)
     assert [example["label"] for example in payload["examples"]] == list(range(10))
-    assert payload["title"] == "model"
+    assert payload["title"] == run.name
     assert f"page: {path}" in capsys.readouterr().out
 
 

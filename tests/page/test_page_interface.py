@@ -319,6 +319,18 @@ def test_a_report_begins_with_the_live_page(browser, tmp_path, payload, model):
             assert answer_of(page) == torch_answer(model, page)
 
 
+def test_a_class_name_covers_no_neighbours_point(browser, payload, tmp_path):
+    """Two means beside each other: the left one's name stands to its left, all others to the right."""
+    near = copy.deepcopy(payload)
+    (_, x, y), *_ = near["plane"]["classes"]
+    near["plane"]["classes"] = [[0, x, y], [1, x + 0.1, y], *([k, x, y + 0.1 * k] for k in range(2, 10))]
+    with visited(browser, write_page(near, tmp_path / "page.html")) as page:
+        sides = page.locator(".plane text").evaluate_all(
+            "all => all.map((t) => [t.textContent, t.getAttribute('text-anchor')])"
+        )
+    assert sides == [["the 0", "end"], *([f"the {k}", "start"] for k in range(1, 10))]
+
+
 def test_the_page_holds_the_weights_in_half_precision(payload, model):
     numbers = np.frombuffer(base64.b64decode(payload["data"]), "<f2")
     start, length = payload["weights"]["fields.0.mlp.w1.weight"]

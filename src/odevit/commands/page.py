@@ -34,7 +34,8 @@ def page(
         from odevit.teachers.teacher import load_teacher
 
         teaching = load_teacher(teacher, image_size=network.config.image_size)
-    title = title or Path(model).resolve().name
+    folder = Path(model).resolve()
+    title = title or (folder.parent if folder.name == "model" else folder).name  # RUN/model is called RUN
     path = write_page(page_of(network, loaded, teacher=teaching, title=title), output)
     print(f"page: {path} ({path.stat().st_size / 1e6:.2f} MB; open it in a browser, or put it on any static host)")
     if loaded is None:

@@ -104,9 +104,12 @@ function makePictures(root, payload) {
     const dot = (p, r, kind) => { const [cx, cy] = place(p); return element("svg:circle", null, { class: kind, cx, cy, r }); };
     const now = at(runs[0], time), answer = best(probabilities(now.logits));
     const named = new Set(plane.classes.length <= 12 ? classes.keys() : [answer, ...shown.slice(0, 5)]);
+    const means = plane.classes.map(([, x, y]) => place([x, y]));
     svg.replaceChildren();
     for (const [label, x, y] of plane.classes) {
-      const kind = label === answer ? "chosen" : "", [left, top] = place([x, y]), end = left > width - 60;
+      const kind = label === answer ? "chosen" : "", [left, top] = place([x, y]), room = 9 + 8 * Math.min(16, classes[label].length);
+      const taken = (side) => means.some(([l, t]) => Math.abs(t - top) < 9 && (l - left) * side > 0 && (l - left) * side < room);
+      const end = left > width - 60 || (left > room && taken(1) && !taken(-1)); // its name stands to the left
       svg.append(dot([x, y], 3, `mean ${kind}`));
       if (!named.has(label)) continue;
       const where = { x: left + (end ? -7 : 7), y: top + 4, "text-anchor": end ? "end" : "start", class: kind };
