@@ -105,7 +105,8 @@ def onnx(folder: Path) -> None:
 def page(folder: Path) -> None:
     from odevit.commands.page import page as command
 
-    command(str(folder / "model"), data="digits", output=folder / "page.html")
+    title = "the same in every folder"  # else the name of the run's folder
+    command(str(folder / "model"), data="digits", title=title, output=folder / "page.html")
 
 
 def zoo(folder: Path) -> None:
